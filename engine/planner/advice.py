@@ -153,19 +153,3 @@ def _enough_ram(f: Forecast) -> int:
 
     sizes = range(f.limits.ram, 1 << 60, 1 << 30)
     return sizes[bisect_left(sizes, True, key=enough)]
-
-
-# ---------------------------------------------------------------- machines side by side
-
-
-def plan_each(cfg: ModelConfig, machines: Mapping[str, Machine], wanted: Wanted, work: Work) -> list[Row]:
-    """The run planned for each of the machines."""
-    rows = []
-    for name, machine in machines.items():
-        try:
-            f = _by_rule(cfg, machine, machine.limits, replace(wanted, gpus=machine.gpus), work)
-            choice = choose(cfg, f.limits, machine.rates, replace(wanted, gpus=machine.gpus))
-            rows.append(Row(name, replace(f, plan=choice.plan)))
-        except DoesNotFit as error:
-            rows.append(Row(name, None, str(error)))
-    return rows

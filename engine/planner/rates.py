@@ -230,27 +230,24 @@ def assume(text: str) -> Machine:
         raise InputError(f"--assume {text}: {error}.") from None
 
 
-def assume_each(text: str) -> dict[str, Machine]:
-    """The machines of a text in which one part lists several, by that part: ram=32,64,128GiB or gpu=rtx4090,rtx5090.
-    Sizes without a unit have that of the last one. Raises InputError.
+def each_machine(text: str) -> dict[str, str]:
+    """The texts for `assume` of one in which a part lists several values, by that part: ram=32,64GiB. Sizes without a
+    unit have that of the last one. Raises InputError if two parts do.
     """
     lists: dict[str, list[str]] = {}
     for part in text.replace(" ", "").split(","):
-        name, given, value = part.partition("=")
-        if given:
-            lists[name] = [value]
-        elif lists:
-            lists[next(reversed(lists))].append(part)
+        name, equals, value = part.partition("=")
+        lists.setdefault(name if equals else next(reversed(lists), ""), []).append(value if equals else part)
     several = [name for name, values in lists.items() if len(values) > 1]
-    if not several:
-        return {text: assume(text)}
     if len(several) > 1:
         raise InputError(f"--assume {text}: only one part lists several values, here are {' and '.join(several)}.")
+    if not several:
+        return {"": text}
     (name,) = several
     unit = re.sub(r"^[\d.]+", "", lists[name][-1]) if name in ("ram", "ssd") else ""
     values = [value + unit if re.fullmatch(r"[\d.]+", value) else value for value in lists[name]]
-    other = {key: found[0] for key, found in lists.items()}
-    return {f"{name}={v}": assume(",".join(f"{key}={x}" for key, x in {**other, name: v}.items())) for v in values}
+    other = {key: value for key, (value, *_) in lists.items()}
+    return {f"{name}={v}": ",".join(f"{key}={x}" for key, x in {**other, name: v}.items()) for v in values}
 
 
 def _assumed(given: Mapping[str, str]) -> Machine:

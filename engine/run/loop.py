@@ -30,6 +30,7 @@ from trireme.engine.planner.host import computed_by, memory_in_use
 from trireme.engine.planner.lines import machine_lines, ready_line, took_line
 from trireme.engine.planner.machine import note_drives
 from trireme.engine.planner.predict import predict
+from trireme.engine.planner.rates import each_machine
 from trireme.engine.planner.whole import note_compilation
 from trireme.engine.queues.names import READS
 from trireme.engine.queues.trace import Span, perfetto
@@ -152,7 +153,7 @@ def check_checkpoint(path: Path) -> None:
 
 def dry_run(o: Options) -> None:
     """Prints what a run would do; of several machines a table. Raises InputError, DoesNotFit."""
-    machines = assumed_each(o.assume or "")
+    machines = each_machine(o.assume or "")
     if len(machines) < 2:
         job, _ = prepared(o, None)
         try:
@@ -169,23 +170,6 @@ def dry_run(o: Options) -> None:
             rows.append(Row(name, None, str(error)))
     for line in machine_lines(rows):
         screen.say(line)
-
-
-def assumed_each(text: str) -> dict[str, str]:
-    """The machines of --assume by the part that differs: of `gpu=x,ram=32,64GiB` two."""
-    parts = dict[str, list[str]]()
-    for word in text.split(",") if text else []:
-        name, equals, value = word.partition("=")
-        parts.setdefault(name if equals else next(reversed(parts), "gpu"), []).append(value if equals else word)
-    several = next((name for name, values in parts.items() if len(values) > 1), "")
-    if not several:
-        return {"": text}
-    unit = "".join(c for c in parts[several][-1] if c.isalpha()) or "GiB"
-    sizes = [
-        value + unit * (value.replace(".", "").isdigit() and several in ("ram", "ssd")) for value in parts[several]
-    ]
-    fixed = ",".join(f"{name}={','.join(values)}" for name, values in parts.items() if name != several)
-    return {f"{several}={size}": ",".join(filter(None, [fixed, f"{several}={size}"])) for size in sizes}
 
 
 def prepared(o: Options, begun: Snapshot | None) -> tuple[Job, list[str]]:

@@ -7,15 +7,15 @@ import pytest
 from plans import SEVEN_B
 
 from trireme.engine.plan import DoesNotFit, Limits, Plan
-from trireme.engine.planner.advice import check_drive, elsewhere, faster, fitting, plan_each
-from trireme.engine.planner.choose import choose, first_plan
+from trireme.engine.planner.advice import Row, check_drive, elsewhere, faster, fitting
+from trireme.engine.planner.choose import first_plan
 from trireme.engine.planner.forecast import Files, Forecast, Work
 from trireme.engine.planner.lines import machine_lines
-from trireme.engine.planner.rates import assume, assume_each
+from trireme.engine.planner.rates import assume, each_machine
 from trireme.engine.planner.rule import Wanted, simple_plan
 from trireme.engine.planner.sizes import find_model
 from trireme.engine.tuning.chosen import adapted, targets
-from trireme.models.config import NF4, Lora, ModelConfig, parse_config
+from trireme.models.config import NF4, InputError, Lora, ModelConfig
 from trireme.models.sizes import shapes
 
 
@@ -120,18 +120,26 @@ def test_another_placement_is_told_where_it_pays():
     assert elsewhere(by_rule, 1) is None
 
 
-def test_machines_are_planned_side_by_side():
-    machines = assume_each("gpu=rtx4090,ram=24,96,256GiB,ssd=2TB")
-    assert list(machines) == ["ram=24GiB", "ram=96GiB", "ram=256GiB"]
-    small = parse_config(dict(model_type="llama", hidden_size=2048, num_hidden_layers=4, num_attention_heads=16,
-                              num_key_value_heads=16, vocab_size=32000, intermediate_size=5504))  # fmt: skip
-    wanted, work = Wanted(((4096, 2), (2048, 4)), record=1 << 22), Work(2048, 4, 100)
-    rows = plan_each(small, machines, wanted, work)
-    speeds = [row.forecast.speed for row in rows]
-    assert speeds == sorted(speeds)
-    m = machines["ram=96GiB"]
-    assert rows[1].forecast.plan == choose(small, m.limits, m.rates, wanted).plan
-    (lost,) = plan_each(find_model("llama-8b"), {"little": assume("gpu=rtx3050,ram=8GiB")}, wanted, work)
-    assert lost.forecast is None
-    assert lost.why
-    assert len(machine_lines([*rows, lost])) == 5
+@pytest.mark.parametrize(
+    ("text", "machines"),
+    [
+        (
+            "gpu=a,ram=24,96GiB,ssd=2TB",
+            {"ram=24GiB": "gpu=a,ram=24GiB,ssd=2TB", "ram=96GiB": "gpu=a,ram=96GiB,ssd=2TB"},
+        ),
+        ("gpu=a,b,ram=8GiB", {"gpu=a": "gpu=a,ram=8GiB", "gpu=b": "gpu=b,ram=8GiB"}),
+        ("gpu=a,ram=8GiB", {"": "gpu=a,ram=8GiB"}),
+    ],
+)
+def test_machines_that_differ_in_a_part(text, machines):
+    assert each_machine(text) == machines
+    with pytest.raises(InputError):
+        each_machine("gpu=a,ram=1,2GiB,ssd=1,2TB")
+
+
+def test_machines_are_shown_side_by_side():
+    made = [Row(f"ram={ram}GiB", forecast(f"gpu=rtx4090,ram={ram}GiB,ssd=2TB")) for ram in (48, 128)]
+    lines = machine_lines([*made, Row("ram=8GiB", None, "it lacks RAM")])
+    assert len(lines) == 4
+    assert all(row.name in line for row, line in zip(made, lines[1:], strict=False))
+    assert "it lacks RAM" in lines[-1]

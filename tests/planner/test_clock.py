@@ -11,7 +11,6 @@ from trireme.engine.planner import whole
 from trireme.engine.planner.clock import FEWEST, HOUR, WINDOW, Clock, Watch, process_began
 from trireme.engine.planner.lines import took_line
 from trireme.engine.planner.probe import cache
-from trireme.engine.run.report import known
 
 
 class Time:
@@ -59,17 +58,6 @@ def test_the_promise_of_a_run_has_what_is_spent(time_):
         time_.pass_(3)
     whole = clock.with_spent({"steps": 9.0, "headers": 0.5})
     assert {part: s for part, s in whole.items() if s} == {"headers": 3.5, "steps": 9.0}
-
-
-def test_an_event_is_believed_unless_kernels_were_compiled_in_it(time_):
-    clock = Clock(time_)
-    for seconds in (20, 2):
-        assert known(clock, compiles=True) == {}
-        with clock.at("evaluations"):
-            time_.pass_(seconds)
-        assert known(clock, compiles=False) == {"evaluations": seconds}
-    assert known(clock, compiles=True) == {"evaluations": 2}
-    assert known(None, compiles=False) == {}
 
 
 def test_a_command_begins_with_its_process():

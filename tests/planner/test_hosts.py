@@ -1,6 +1,5 @@
 """Plans for several hosts: state shared out, updates on the CPU, the network's share of a step."""
 
-from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
@@ -13,8 +12,6 @@ from trireme.engine.planner.choose import choose
 from trireme.engine.planner.predict import Batch, predict
 from trireme.engine.planner.rule import Wanted, simple_plan
 from trireme.engine.queues.names import NET
-from trireme.engine.run.begin.snapshot import Pinned, check_updates
-from trireme.engine.run.options import Options
 from trireme.models.config import InputError
 
 LIMITS = Limits(24 << 30, 200 << 30)
@@ -78,31 +75,3 @@ def test_a_slow_network_takes_its_time():
 def test_what_hosts_cannot_do_is_refused(change, why):
     with pytest.raises(InputError, match=why):
         replace(Plan((UnitPlan("ram", "ram"),) * 3, 64, 1), hosts=2, **change)
-
-
-def test_what_a_resumed_run_keeps_on_another_number_of_hosts():
-    units = (UnitPlan(), UnitPlan("ram", "ram", update="gpu"), *(UnitPlan("ssd", "ssd"),) * (SMALL.n_units - 2))
-    begun = Pinned(Plan(units, 128, 5), 9, 2, {})
-    three = begun.on(1, 3)
-    assert (three.plan.n_micro, three.plan.host, three.plan.hosts) == (2, 1, 3)
-    assert {(unit.state, unit.update) for unit in three.plan.units} == {("ram", "cpu"), ("ssd", "cpu")}
-    assert three.on(0, 1).plan.n_micro == 5
-    assert three.on(1, 3) is three
-
-
-def test_state_that_a_gpu_has_updated_stays_with_one_host():
-    """A CPU rounds otherwise."""
-    options = Options(resume="runs/a")
-    for unit, refused in (
-        (UnitPlan(), True),
-        (UnitPlan("ram", "ram", update="gpu"), True),
-        (UnitPlan("ssd", "ssd"), False),
-    ):
-        kept = Pinned(Plan((unit,) * 4, 128, 5), 9, 2, {}).json()
-        check_updates(options, kept, 1)
-        with (
-            pytest.raises(InputError, match="runs/a: the run updates state on the GPU, and 2")
-            if refused
-            else nullcontext()
-        ):
-            check_updates(options, kept, 2)

@@ -1,6 +1,7 @@
 """What is measured of a machine is kept while it is the same; a drive is tried and left as it was."""
 
 import json
+import math
 import os
 import resource
 import shutil
@@ -14,14 +15,20 @@ from engines import HYBRID
 from trireme.engine.geometry import ADAM_BYTES
 from trireme.engine.plan import Limits
 from trireme.engine.planner import host
-from trireme.engine.planner.machine import doubt, drive_speeds, note_drives, note_pinned, this_machine, with_drives
+from trireme.engine.planner.machine import (
+    doubt,
+    drive_speeds,
+    note_drives,
+    note_pinned,
+    pinnable,
+    this_machine,
+    with_drives,
+)
 from trireme.engine.planner.predict import KERNELS, WITHIN
 from trireme.engine.planner.probe import cache, compute, copies, drive, processor, starts
 from trireme.engine.planner.rates import ENDURANCE, Machine, Rates, rates_of
 from trireme.engine.planner.sizes import find_model
 from trireme.engine.queues import cgroups
-from trireme.engine.run.begin import limits
-from trireme.engine.run.options import Options
 from trireme.kernels.host_adamw import Workers
 from trireme.models.config import InputError
 from trireme.models.sizes.costs import recurrence_flops
@@ -185,18 +192,13 @@ def test_a_resumed_run_measures_its_drives_anew(tmp_path, monkeypatch):
     assert with_drives(known(), [tmp_path]).rates.ssd_read == 1e9, "and keeps that"
 
 
-def test_ram_that_cannot_be_pinned_is_not_planned_with(monkeypatch):
-    """As on WSL2; --ram says otherwise."""
+def test_ram_that_cannot_be_pinned_is_remembered(monkeypatch):
+    """As on WSL2."""
     cuda = torch.device("cuda", 0)
-    monkeypatch.setattr(limits, "choose_device", lambda wanted: cuda)
-    monkeypatch.setattr(limits, "choose_gpus", lambda wanted, device: 1)
-    monkeypatch.setattr(limits, "check_compiler", lambda: None)
-    monkeypatch.setattr(limits, "memory_limits", lambda *given: Limits(8 << 30, given[2] or 20 << 30))
     monkeypatch.setattr(cache, "chips", lambda device, dtype: {"gpu": "RTX 4090"})
-    assert limits.device_and_limits(Options())[1].host == 20 << 30
+    assert pinnable(cuda) == math.inf
     note_pinned(cuda, 7 << 30)
-    assert limits.device_and_limits(Options())[1].host == 7 << 30
-    assert limits.device_and_limits(Options(ram=18 << 30))[1].host == 18 << 30
+    assert pinnable(cuda) == 7 << 30
 
 
 def test_a_drive_is_as_fast_as_it_was_for_minutes(tmp_path, monkeypatch):

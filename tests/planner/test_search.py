@@ -138,9 +138,7 @@ def test_a_plan_that_does_not_fit_is_never_simulated():
 
 @pytest.mark.full
 @settings(max_examples=8, deadline=None, derandomize=True)
-@given(
-    st.integers(80, 600), st.integers(80, 2000), st.sampled_from(("matmul", "h2d", "d2h", "ssd_read", "gpu", "ram"))
-)
+@given(st.integers(80, 600), st.integers(80, 2000), st.sampled_from(("matmul", "h2d", "d2h", "ssd_read", "gpu", "ram")))
 def test_more_is_hardly_ever_slower(gpu, host, more):
     """A descent does not find every optimum, and what fills memory comes in whole units."""
     limits, rates = Limits(gpu * MIB, host * MIB), RATES
