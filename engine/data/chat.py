@@ -176,10 +176,14 @@ class ChatTemplate:
                 return render([_with_parts(message, True) for message in written]), messages
         try:
             return render(messages), messages
-        except BadRow:
-            renumbered = number_calls(messages, anew=True)
+        except BadRow as error:
+            renumbered, roles = number_calls(messages, anew=True), [message["role"] for message in messages]
             if renumbered == messages:
-                raise
+                twice = next((i for i in range(1, len(roles)) if roles[i] == roles[i - 1] in ("user", "assistant")), 0)
+                joined = (
+                    f"; messages {twice - 1} and {twice} are both of the {roles[twice]}: join them" if twice else ""
+                )
+                raise BadRow(f"{error}{joined}") from None
         return render(renumbered), renumbered
 
     def _turn(

@@ -54,6 +54,8 @@ LIKELY = {  # columns that --map is advised for
     "instruction": ("question", "query", "problem", "prompt", "input", "user"),
     "output": ("answer", "response", "reply", "solution", "completion", "assistant"),
     "text": ("content", "body", "document", "article"),
+    "prompt": ("sentence1", "premise", "question1", "text1"),
+    "completion": ("sentence2", "hypothesis", "question2", "text2"),
 }
 
 
@@ -583,7 +585,7 @@ def _shape(row: Fields) -> str:
         return " Its cells end with '|', which is not read: use commas, semicolons or tabs."
     if any(key != key.strip() for key in keys):
         return " Remove the spaces around the names of its columns."
-    for key, value in row.items():
+    for key, value in ((key, value) for key, value in row.items() if key not in (*TALK, *PLACES)):
         inner = value if isinstance(value, dict) else value[0] if isinstance(value, list) and value else None
         if isinstance(inner, dict):
             names = ", ".join(shown(name) for name in list(inner)[:4])
@@ -602,7 +604,7 @@ def _map_for(row: Fields, works: Callable[[str], bool]) -> str:
             if works(pairs):
                 return f" Perhaps --map {pairs}."
     theirs = {ours: [names[name] for name in likely if name in names] for ours, likely in LIKELY.items()}
-    for wanted in (("instruction", "output"), ("text",)):
+    for wanted in (("instruction", "output"), ("text",), ("prompt", "completion")):
         if all(len(theirs[ours]) == 1 for ours in wanted):
             pairs = ",".join(f"{ours}={theirs[ours][0]}" for ours in wanted)
             if works(pairs):

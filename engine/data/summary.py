@@ -114,11 +114,7 @@ class Report:
         """Advice where one kind outweighs the other, as TRL gives it."""
         good, bad = self.counts.rows - self.counts.bad, self.counts.bad
         if not (good and bad):
-            return (
-                ": kto needs both, or learns to say anything"
-                if bad
-                else ": kto needs both, or learns to say it anywhere"
-            )
+            return ": kto needs both"
         flag, ratio = ("--undesirable-weight", good / bad) if good > bad else ("--desirable-weight", bad / good)
         return f"; {flag} {ratio:.2g} balances them" if ratio > 4 / 3 else ""
 
@@ -177,7 +173,7 @@ def notes_on(
         made = f"{compact(total('characters'))} characters become {count(tokens, 'token')}"
         notes.append(f"{made}: the tokenizer drops what it does not know. Is it the one for this text?")
     joined = [form for form in forms if form in AS_CHAT] if total("spaced") or not chats else []
-    if facts.template and joined:
+    if facts.template and joined and not options.scored:
         theirs = {ours: name for name, ours in renames.items()}
         pairs = (pair.partition("=") for pair in AS_CHAT[joined[0]])
         names = ",".join(f"{ours}={theirs.get(name, name)}" for ours, _, name in pairs)
@@ -205,13 +201,13 @@ def _notes_on_masks(of: Callable[[str], int]) -> list[str]:
     if thoughtless := of("thoughtless"):
         kwargs = "--chat-template-kwargs '{\"enable_thinking\": false}'"
         notes.append(
-            f"{count(thoughtless, 'answer')} begin with an empty thought (<think></think>), which is trained; if the "
+            f"an empty thought (<think></think>) is trained at the beginning of {count(thoughtless, 'answer')}; if the "
             f"template reads it, {kwargs} makes it context"
         )
     if spaced := of("spaced"):
         notes.append(
-            f"{count(spaced, 'prompt')} end in a space that becomes part of the answer's first token, which servers do "
-            "not see so: move it to the answer"
+            f"the space at the end of {count(spaced, 'prompt')} becomes part of the answer's first token, which servers "
+            "do not see so: move it to the answer"
         )
     return notes
 

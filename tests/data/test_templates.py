@@ -58,7 +58,9 @@ def row_of(talk):
 
 @cache
 def template_of(source, stops, names):
-    return ChatTemplate({"default": source}, {name: SPECIALS[name] for name in names}, "2026-03-31", stops, "</s>")
+    return ChatTemplate(
+        {"default": source}, {name: SPECIALS[name] for name in names}, "2026-03-31" if stops else None, stops, "</s>"
+    )
 
 
 def marked(source, talk, stops=("</s>",), names=tuple(SPECIALS)):
@@ -166,7 +168,6 @@ REFUSED = [  # template, talk, a word of the fault
     ("{{ messages[0].content }}", "one turn", "message 1"),
     ("{% for m in messages %}{% if m.role != 'user' %}{{ m.content }}{% endif %}{% endfor %}", "one turn", "message 0"),
     (CHATML, "call", "tide_at"),
-    ("{{ messages | tojson }}", "one turn", "located"),
 ]
 
 
@@ -185,17 +186,13 @@ def test_the_end_of_turns_that_the_next_turn_begins():
 
 def test_ids_of_calls_that_a_template_refuses_are_given_anew():
     source = (
-        "{% for m in messages %}{% for c in m.tool_calls or [] %}{% if c.id|length != 9 %}{{ raise_exception('nine') }}{% endif %}"
-        "{{ '[' + c.id + ' ' + c.function.name + ']' }}{% endfor %}{{ '<' + m.role + '>' + (m.content or '') + (m.tool_call_id or '') }}"
-        "{% endfor %}{{ (tools or []) | tojson }}{% if add_generation_prompt %}<assistant>{% endif %}"
+        "{% for m in messages %}{{ '<' + m.role + '>' + (m.content or '') + (m.tool_call_id or '') }}"
+        "{% for c in m.tool_calls or [] %}{% if c.id|length != 9 %}{{ raise_exception('nine') }}{% endif %}"
+        "{{ '[' + c.id + ' ' + c.function.name + ']' }}{% endfor %}{% endfor %}{{ (tools or []) | tojson }}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
     )
-    talk = [
-        user("Q"),
-        said("", tool_calls=[CALL({}, "call_8fKq2LmZ0aTn")]),
-        TOOL("2 m", "call_8fKq2LmZ0aTn"),
-        said("2 m."),
-    ]
-    found, _ = marked(source, talk, ())
+    id = "call_8fKq2LmZ0aTn"
+    found, _ = marked(source, [user("Q"), said("", tool_calls=[CALL({}, id)]), TOOL("2 m", id), said("2 m.")], ())
     assert found.text.count("call00100") == 2
 
 
