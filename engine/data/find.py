@@ -8,15 +8,15 @@ import os
 import re
 import select
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import yaml
 
-from trireme.engine.amounts import count
 from trireme.engine.data.read import (
     COLUMNS,
     DAMAGES,
@@ -174,20 +174,14 @@ def _matching(pattern: Path, weight: float) -> Found:
     if "**" in pattern.parts:
         at = pattern.parts.index("**")
         roots = [root for root in map(Path, glob.glob(str(Path(*pattern.parts[:at])))) if root.is_dir()]  # noqa: PTH207
-        there = sorted({path for root in roots for path in _walked(root)[0]})
-        files = [path for path in there if any(_fits(path, root, pattern.parts[at:]) for root in roots)]
+        there = [(path, path.relative_to(root).parts) for root in roots for path in _walked(root)[0]]
+        files = sorted({path for path, parts in there if fits_pattern(parts, pattern.parts[at:])})
     else:
         files = [Path(path) for path in sorted(glob.glob(str(pattern))) if Path(path).is_file()]  # noqa: PTH207
     if not files:
         raise InputError(f"{pattern} matches no file of {', '.join(KINDS)}. Correct the path.")
-    lacks = missing_parts(files)
-    return Found(
-        _sources(files, str(pattern), weight), [], [f"{pattern} lacks {_list(lacks)}: parts of a set"] if lacks else []
-    )
-
-
-def _fits(path: Path, root: Path, parts: Sequence[str]) -> bool:
-    return path.is_relative_to(root) and fits_pattern(path.relative_to(root).parts, parts)
+    notes = [f"{pattern} lacks {_list(lacks)}: parts of a set" for lacks in [missing_parts(files)] if lacks]
+    return Found(_sources(files, str(pattern), weight), [], notes)
 
 
 def fits_pattern(names: Sequence[str], parts: Sequence[str]) -> bool:
@@ -205,32 +199,21 @@ def _folder(folder: Path, weight: float) -> Found:
     if (folder / "tokenizer.json").is_file() and (folder / "config.json").is_file():
         raise InputError(f"{folder} is a checkpoint, not data. Name a file or folder of rows with --data.")
     there, others = _walked(folder)
-    empty = [path for path in there if not (path.is_symlink() or path.stat().st_size)]
-    names = [path.relative_to(folder) for path in there if path not in empty]
-    by_use, inside = by_uses(names)
-    if splits := _splits(folder, inside):
-        by_use = _by_splits(folder, splits)
-    by_use = {use: [folder / path for path in paths] for use, paths in by_use.items()}
-    train = by_use["train"] or by_use[""]
-    unread = {folder / path for path in names} - {*train, *by_use["valid"]}
-    others.update(file_kind(path) for path in unread if path.relative_to(folder) not in inside)
-    unread &= {folder / path for path in inside}
-    skipped = ", ".join(
-        [
-            *([_list(sorted(unread), folder)] if unread else []),
-            *([f"{_list(empty, folder)} (empty)"] if empty else []),
-            *(f"{n:,} {kind}" for kind, n in others.most_common(_NAMED)),
-            *([f"{count(len(others) - _NAMED, 'other kind')}"] if len(others) > _NAMED else []),
-        ]
-    )
+    names = [path.relative_to(folder) for path in there]
+    by_use, inside = by_uses(names, _uses_of_card(folder, names))
+    train, held = by_use["train"] or by_use[""], by_use["valid"]
+    others.update(file_kind(path) for path in {*names} - {*inside})
+    unread = sorted({*inside} - {*train, *held})
+    skipped = [*([_list(unread)] if unread else []), *(f"{n:,} {kind}" for kind, n in others.most_common())]
+    listed = ", ".join(skipped[:_NAMED]) + (", …" if len(skipped) > _NAMED else "")
     if not train:
-        what = f"no training data, only {skipped}" if skipped else "no data"
+        what = f"no training data, only {listed}" if skipped else "no data"
         raise InputError(f"{folder} holds {what}. Expected files of {', '.join(KINDS)}: name one with --data.")
-    _check_once(train, by_use["train"] if not splits else [])
-    if parts := missing_parts([*train, *by_use["valid"]]):
-        raise InputError(f"{folder} lacks {_list(parts, folder)}. Download it again, or name the files that are there.")
-    held = _sources(by_use["valid"], str(folder), 1.0) if by_use["valid"] else []
-    return Found(_sources(train, str(folder), weight), held, [f"{folder}: not read: {skipped}"] if skipped else [])
+    _check_once(folder, train, by_use["train"])
+    if parts := missing_parts([*train, *held]):
+        raise InputError(f"{folder} lacks {_list(parts)}. Download it again, or name the files that are there.")
+    sources = [_sources([folder / path for path in paths], str(folder), weight) for paths in (train, held) if paths]
+    return Found(sources[0], sources[1] if held else [], [f"{folder}: not read: {listed}"] if skipped else [])
 
 
 def _walked(folder: Path) -> tuple[list[Path], Counter[str]]:
@@ -242,7 +225,7 @@ def _walked(folder: Path) -> tuple[list[Path], Counter[str]]:
         place = waiting.pop()
         try:
             with os.scandir(place) as entries:
-                inside = [(e.path, e.name, e.is_dir(follow_symlinks=False), Path(e.path).is_dir()) for e in entries]
+                inside = [(Path(e.path), e.is_dir(follow_symlinks=False)) for e in entries if e.name[0] != "."]
         except OSError:
             others["folders that cannot be opened"] += 1
             continue
@@ -252,31 +235,39 @@ def _walked(folder: Path) -> tuple[list[Path], Counter[str]]:
                 f"{folder} holds more than {MOST_NAMES:,} files and folders, some of them in {place}. Name the folder "
                 "of the data, or join texts into fewer files."
             )
-        for path, name, is_folder, leads_to_one in inside:
-            hidden, kind = name.startswith("."), file_kind(Path(name))
-            if is_folder and not hidden:
-                waiting.append(path)
-            elif leads_to_one and not hidden:
+        for path, is_folder in inside:
+            kind = file_kind(path) or "files without a suffix"
+            if is_folder:
+                waiting.append(str(path))
+            elif path.is_dir():
                 others["links to folders"] += 1
-            elif not (hidden or is_folder):
-                if kind in KINDS:
-                    data.append(Path(path))
-                else:
-                    others[kind or "files without a suffix"] += 1
+            elif kind not in KINDS or _is_empty(path):
+                others[kind if kind not in KINDS else f"empty {kind}"] += 1
+            else:
+                data.append(path)
     return sorted(data), others
 
 
-def by_uses(names: Sequence[Path]) -> tuple[dict[str, list[Path]], list[Path]]:
-    """Data files by use (train, valid, test, or "": not said), texts only without tables; and all files of data, which
-    pages such as a README are not. `names`: relative to their folder.
+def _is_empty(path: Path) -> bool:
+    try:
+        return path.stat().st_size == 0
+    except OSError:
+        return False  # opening it says what is wrong
+
+
+Uses = dict[str, list[Path]]
+
+
+def by_uses(names: Sequence[Path], said: Mapping[Path, str] | None = None) -> tuple[Uses, list[Path]]:
+    """Data files by use (train, valid, test, or "": not known), texts only without tables; and all files of data, which
+    pages such as a README are not. `names`: relative to their folder. `said`: uses of files, of others there is none.
     """
     inside = [path for path in names if file_kind(path) in KINDS and not any(part[0] == "." for part in path.parts)]
     inside = [path for path in inside if not (path.suffix == ".json" and path.stem in _ABOUT)]
-    pages = [path for path in inside if file_kind(path) in TEXTS and path.stem.lower() in _PAGES]
-    inside = [path for path in inside if path not in pages]
-    by_use: dict[str, list[Path]] = {"train": [], "valid": [], "test": [], "": []}
+    inside = [path for path in inside if not (file_kind(path) in TEXTS and path.stem.lower() in _PAGES)]
+    by_use: Uses = {"train": [], "valid": [], "test": [], "": []}
     for path in [path for path in inside if file_kind(path) not in TEXTS] or inside:
-        by_use[_use(path)].append(path)
+        by_use[said.get(path, "test") if said else _use(path)].append(path)
     return by_use, inside
 
 
@@ -296,51 +287,45 @@ def missing_parts(files: Sequence[Path]) -> list[Path]:
     """Parts that are missing from sets of numbered files, NAME-00000-of-00002.parquet."""
     sets: dict[tuple[str, str, str], set[int]] = {}
     for path in files:
-        if match := re.fullmatch(r"(.*-)(\d+)(-of-)(\d+)(\..*)", path.name):
-            before, number, of, total, after = match.groups()
-            sets.setdefault((str(path.with_name(before)), of + total, after), set()).add(int(number))
+        if match := re.fullmatch(r"(.*-)(\d+)(-of-\d+)(\..*)", path.name):
+            before, number, of, after = match.groups()
+            sets.setdefault((str(path.with_name(before)), of, after), set()).add(int(number))
     missing = []
     for (before, of, after), numbers in sets.items():
-        width, total = len(of) - len("-of-"), int(of[len("-of-") :])
+        total = int(of[len("-of-") :])
         first = 0 if 0 in numbers or total not in numbers else 1  # some count from 1
-        places = range(first, min(total, MOST_FILES) + first)
-        missing += [Path(f"{before}{i:0{width}}{of}{after}") for i in places if i not in numbers]
+        absent = (i for i in range(first, min(total, MOST_FILES) + first) if i not in numbers)
+        missing += [Path(f"{before}{i:0{len(of) - len('-of-')}}{of}{after}") for i in absent]
     return missing
 
 
-def _check_once(files: Sequence[Path], train: Sequence[Path]) -> None:
+def _check_once(folder: Path, files: Sequence[Path], train: Sequence[Path]) -> None:
     """Raises InputError where the same rows may be there twice: in two formats, or in several splits for training,
     which the hub calls train_sft-00000-of-00001.parquet and train_gen-00000-of-00001.parquet.
     """
-    kinds: dict[Path, set[str]] = {}
-    splits: dict[Path, set[str]] = {}
-    for path in files:
-        kinds.setdefault(path.with_name(path.name.partition(".")[0]), set()).add(file_kind(path))
-    for path in train:
-        if set_of(path) != str(path.with_name(path.name.partition(".")[0])):
-            splits.setdefault(path.parent, set()).add(set_of(path))
-    for stem, found in kinds.items():
-        if len(found) > 1:
-            names = ", ".join(f"{stem.name}{kind}" for kind in sorted(found))
-            raise InputError(f"{stem.parent} holds {names}: the same rows twice? Name files, each with --data.")
-    for place, sets in splits.items():
-        if len(sets) > 1:
-            said = ", ".join(shown(Path(name).name) for name in sorted(sets)[:_NAMED])
-            one = quoted(Path(f"{min(sets)}-*"))
-            raise InputError(f"{place} holds {len(sets)} splits to train on: {said}. Name one: --data {one}.")
+    whole = lambda path: str(path.with_name(path.name.partition(".")[0]))
+    twice = sorted({(whole(path), file_kind(path)) for path in files})
+    for (name, kind), (other, again) in pairwise(twice):
+        if name == other:
+            raise InputError(f"{folder} holds {name}{kind} and {again}: the same rows twice? Name files with --data.")
+    sets = sorted({(str(path.parent), set_of(path)) for path in train if set_of(path) != whole(path)})
+    for (place, name), (other, again) in pairwise(sets):
+        if place == other:
+            one = quoted(folder / f"{name}-*")
+            raise InputError(f"{folder} holds several splits to train on: {name}, {again}. Name one: --data {one}.")
 
 
-def _list(files: Sequence[Path], folder: Path | None = None) -> str:
-    names = [str(path.relative_to(folder)) if folder else path.name for path in files[:_NAMED]]
+def _list(files: Sequence[Path]) -> str:
+    names = [shown(str(path)) for path in files[:_NAMED]]
     return ", ".join(names) + (f" and {len(files) - _NAMED:,} more" if len(files) > _NAMED else "")
 
 
 # ---------------------------------------------------------------- data sets with a card, or saved by the library
 
 
-def _splits(folder: Path, names: Sequence[Path]) -> dict[str, list[Path]]:
-    """The files `names`, which are relative to a folder, by split, as its card says; {} if it says nothing. Raises
-    InputError if the card has several configurations of files that are there, and none is the default.
+def _uses_of_card(folder: Path, names: Sequence[Path]) -> dict[Path, str]:
+    """The use of each file, as the card of a data set says; {} if it says nothing. Raises InputError if it describes
+    several configurations, of which none is the default, or several splits for training.
     """
     try:
         text = read_small(folder / _CARD, _LARGEST, links=True).decode()
@@ -350,18 +335,23 @@ def _splits(folder: Path, names: Sequence[Path]) -> dict[str, list[Path]]:
     configs = card.get("configs") if isinstance(card, dict) else None
     every = [each for each in configs if isinstance(each, dict)] if isinstance(configs, list) else []
     every = [each for each in every if each.get("default") is True] or every
-    found = {str(each.get("config_name", "default")): _files_of(each, names) for each in every[:1000]}
+    found = {str(each.get("config_name", "default")): _splits_of(each, names) for each in every[:1000]}
     found = {name: splits for name, splits in found.items() if splits}
-    if len(found) > 1 and "default" not in found:
-        one = next(iter(next(iter(found.values())).values()))[0]
-        raise InputError(
-            f"{folder / _CARD} describes {len(found)} configurations of the data: "
-            f"{', '.join(map(shown, [*found][:_NAMED]))}. Name the files of one: --data {quoted(folder / one)}."
-        )
-    return found.get("default") or next(iter(found.values()), {})
+    splits = found.get("default") or next(iter(found.values()), {})
+    uses = {split: _use(Path(split)) if len(splits) > 1 else "train" for split in splits}
+    train = [split for split in uses if uses[split] == "train"] or [split for split in uses if not uses[split]]
+    for what, several in (
+        ("configurations", [*found] if "default" not in found else []),
+        ("splits to train on", train),
+    ):
+        if len(several) > 1:
+            one = quoted(folder / next(iter(splits.values()))[0])
+            raise InputError(f"{folder} has {len(several)} {what}, by {_CARD}: {_list([*map(Path, several)])}. Name the "
+                             f"files of one: --data {one}.")  # fmt: skip
+    return {path: "train" if split in train else uses[split] for split in splits for path in splits[split]}
 
 
-def _files_of(config: dict[str, Any], names: Sequence[Path]) -> dict[str, list[Path]]:
+def _splits_of(config: dict[str, Any], names: Sequence[Path]) -> dict[str, list[Path]]:
     """The files of a configuration by split: of data_files, patterns, or objects with `split` and `path`."""
     given, found = config.get("data_files"), dict[str, list[Path]]()
     for each in given if isinstance(given, list) else [given]:
@@ -369,24 +359,9 @@ def _files_of(config: dict[str, Any], names: Sequence[Path]) -> dict[str, list[P
         for pattern in path if isinstance(path, list) else [path]:
             if isinstance(pattern, str) and isinstance(split, str) and pattern.count("**") < 3:
                 parts = Path(str(config.get("data_dir") or ""), pattern).parts
-                files = [
-                    name for name in names if fits_pattern(name.parts, parts) or fits_pattern(name.parts[:-1], parts)
-                ]
-                found[split] = sorted({*found.get(split, []), *files})
+                fits = lambda name, parts=parts: fits_pattern(name.parts, parts) or fits_pattern(name.parts[:-1], parts)
+                found[split] = sorted({*found.get(split, []), *filter(fits, names)})
     return {split: files for split, files in found.items() if files}
-
-
-def _by_splits(folder: Path, splits: dict[str, list[Path]]) -> dict[str, list[Path]]:
-    """As by_uses. Raises InputError where several splits are for training."""
-    by_use: dict[str, list[Path]] = {"train": [], "valid": [], "test": [], "": []}
-    uses = {split: _use(Path(split)) for split in splits} if len(splits) > 1 else dict.fromkeys(splits, "train")
-    train = [split for split in splits if uses[split] == "train"] or [split for split in splits if not uses[split]]
-    if len(train) > 1:
-        one, said = quoted(folder / splits[train[0]][0]), ", ".join(shown(split) for split in train[:_NAMED])
-        raise InputError(f"{folder} holds {len(train)} splits to train on, by {_CARD}: {said}. Name one: --data {one}.")
-    for split, paths in splits.items():
-        by_use["train" if split in train else uses[split]] += paths
-    return by_use
 
 
 def _saved(folder: Path, weight: float) -> Found:
@@ -402,17 +377,16 @@ def _saved(folder: Path, weight: float) -> Found:
         raise InputError(f"{folder} holds {', '.join(splits)}. Name one: --data {quoted(folder / splits[0])}.")
     held = [file for split in splits if uses[split] == "valid" for file in _shards(folder / split, 1.0)]
     left = [split for split in splits if split not in train and uses[split] != "valid"]
-    notes = [f"{folder}: not read: {', '.join(left)}"] if left else []
-    return Found(_shards(folder / train[0], weight), held, notes)
+    return Found(_shards(folder / train[0], weight), held, [f"{folder}: not read: {', '.join(left)}"] if left else [])
 
 
 def _shards(folder: Path, weight: float) -> list[DataFile]:
     """The Arrow files of a saved data set. Raises InputError."""
     state = _json(folder / "state.json")
     given = state.get("_data_files")
-    files = [file.get("filename") for file in given if isinstance(file, dict)] if isinstance(given, list) else []
-    names = [name for name in files if isinstance(name, str) and Path(name).name == name]
-    if state.get("_indices_files") or state.get("_indices_data_files") or not names or len(names) != len(files):
+    names = [str(file.get("filename")) for file in given if isinstance(file, dict)] if isinstance(given, list) else []
+    plain = names and all(Path(name).name == name for name in names)
+    if state.get("_indices_files") or state.get("_indices_data_files") or not plain:
         raise InputError(
             f"{folder}: a data set saved in a form that is not read. Write it as Parquet: "
             f"datasets.load_from_disk('{folder}').to_parquet('data.parquet')"
