@@ -7,12 +7,11 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from decimal import Decimal
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeGuard
 
 from trireme.engine.data.forms import (
     FORMS,
     HISTORY,
-    LISTS,
     TALK,
     Chat,
     Example,
@@ -134,7 +133,7 @@ def _read(given: Fields, renames: Mapping[str, str], kind: Kind, classes: Mappin
     return Read(f"{form.name},label", [example], unused_of(row, form, [example], [*known, "label"]), weight, value)
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: Any) -> TypeGuard[str | float | Decimal]:
     if isinstance(value, str):
         return _NUMBER.fullmatch(value) is not None
     return isinstance(value, (int, float, Decimal)) and not isinstance(value, bool)
@@ -162,7 +161,7 @@ def _margin(row: Mapping[str, Any]) -> float:
 def _refuse_preferences(row: Fields, given: Fields, renames: Mapping[str, str], table: bool) -> None:
     """Raises BadRow with a --map that trains on the good answers, if there is one."""
     before = [f"{ours}={theirs}" for theirs, ours in renames.items()]
-    if form := find_form(row, PAIRS):
+    if not _SIDES.isdisjoint(row) and (form := find_form(row, PAIRS)):
         good, bad = ("preferred_output", "non_preferred_output") if "input" in form.keys else form.keys[-2:]
         leave = [
             f"unused={key}" for key in dict.fromkeys((bad, *(key for key in form.keys if key.startswith("rejected"))))
@@ -175,17 +174,19 @@ def _refuse_preferences(row: Fields, given: Fields, renames: Mapping[str, str], 
                              f"as rows: --map {names}")  # fmt: skip
         raise BadRow(f"is preference data, good answers and bad ones: {_METHODS}. To train on the good answers, write "
                      "them to a file of messages, or of prompt, completion")  # fmt: skip
-    word = str(row.get("label")).strip().lower()
+    if row.get("label") is None:
+        return
     form = find_form(row, FORMS)
-    if word in (*GOOD, *BAD) and row.get("label") is not None and form and form.keys[0] not in ("text", "input_ids"):
+    is_tag = str(row["label"]).strip().lower() in (*GOOD, *BAD)
+    if is_tag and form and form.keys[0] not in ("text", "input_ids"):
         key = next(
             theirs
             for theirs, ours in [*renames.items(), *((key, key) for key in LABELS)]
             if ours in LABELS and theirs in given
         )
-        pairs = ",".join([*(pair for pair in before if not pair.endswith(f"={key}")), f"unused={key}"])
+        names = ",".join([*(pair for pair in before if not pair.endswith(f"={key}")), f"unused={key}"])
         raise BadRow(f"is preference data, labelled answers: {_METHODS}. Keep the rows that {key!r} says are good, and "
-                     f"leave the column out: --map {pairs}")  # fmt: skip
+                     f"leave the column out: --map {names}")  # fmt: skip
 
 
 # ---------------------------------------------------------------- pairs
@@ -327,7 +328,7 @@ PAIRS = (
     Form("messages,rejected_messages", ("messages", "rejected_messages"), _swift),
     Form("messages,rejected_response", ("messages", "rejected_response"), _swift),
 )
-assert {key for form in PAIRS for key in form.keys} & LISTS
+_SIDES = {form.keys[-1] for form in PAIRS}
 
 
 # ---------------------------------------------------------------- labels and classes

@@ -131,9 +131,9 @@ def fit(rows: np.ndarray, files: Sequence[TokenFile], seq_len: int, long: str | 
     each = rows.shape[1]
     if long == "split" and each > 1:
         raise InputError("--long split: a pair's documents are compared as wholes. Take cut, drop or error.")
-    learnable = (rows["trained"] > 0).all(1)
+    learnable: np.ndarray = np.asarray((rows["trained"] > 0).all(1))
     rows = rows[learnable]
-    longer = (rows["length"] > seq_len).any(1)
+    longer: np.ndarray = np.asarray((rows["length"] > seq_len).any(1))
     n_longer, longest = int(longer.sum()), int(rows["length"].max(initial=0))
     if long == "error" and n_longer:
         ways = "cut, drop or split" if each == 1 else "cut or drop"
@@ -156,17 +156,16 @@ def fit(rows: np.ndarray, files: Sequence[TokenFile], seq_len: int, long: str | 
     keep = np.ones(len(pieces), bool)
     for i in np.flatnonzero(np.repeat(longer & ~text, each)[document]):
         keep[i] = _learns(pieces[i], files)
-    keep = keep.reshape(-1, each).all(1)
-    pieces = pieces.reshape(-1, each)
-    lost, n_split = int((~keep & ~split[document[::each] // each]).sum()), int(split.sum())
+    whole: np.ndarray = np.asarray(keep.reshape(-1, each).all(1))
+    lost, n_split = int((~whole & ~split[document[::each] // each]).sum()), int(split.sum())
     dropped = n_longer if long == "drop" else 0
-    pieces, cut, bad = pieces[keep], n_longer - dropped - n_split - lost, int((~learnable).sum())
+    fitted, cut, bad = pieces.reshape(-1, each)[whole], n_longer - dropped - n_split - lost, int((~learnable).sum())
     alike = 0
     if each > 1:
         tokens = lambda piece: files[piece["file"]].read(int(piece["start"]), int(piece["start"] + piece["length"]))
-        same = pieces[pieces["length"][:, 0] == pieces["length"][:, 1]]
+        same = fitted[fitted["length"][:, 0] == fitted["length"][:, 1]]
         alike = sum(np.array_equal(tokens(good), tokens(other)) for good, other in same)
-    return Fitted(pieces, n_longer, cut, n_split, dropped, lost, bad, alike, longest)
+    return Fitted(fitted, n_longer, cut, n_split, dropped, lost, bad, alike, longest)
 
 
 def is_text(file: TokenFile) -> bool:

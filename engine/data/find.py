@@ -312,7 +312,7 @@ def _check_once(folder: Path, files: Sequence[Path], train: Sequence[Path]) -> N
     for (place, name), (other, again) in pairwise(sets):
         if place == other:
             one = quoted(folder / f"{name}-*")
-            raise InputError(f"{folder} holds several splits to train on: {name}, {again}. Name one: --data {one}.")
+            raise InputError(f"{folder} holds several splits to train on: {name}, {again}. Name one: {one}.")
 
 
 def _list(files: Sequence[Path]) -> str:

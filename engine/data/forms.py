@@ -170,11 +170,11 @@ def find_form(row: Fields, forms: Sequence[Form], mapped: Iterable[str] = ()) ->
     """The first form whose keys have values, of those that --map names, then of others; else the first whose keys are
     there, whose reader says what is empty.
     """
-    named = [form for form in forms if {*form.keys} & {*mapped}]
-    order = [*named, *(form for form in forms if form not in named)]
-    for filled in (lambda key: row.get(key) not in EMPTY, row.__contains__):
+    named = [form for form in forms if not {*mapped}.isdisjoint(form.keys)] if mapped else []
+    order = [*named, *(form for form in forms if form not in named)] if named else forms
+    for keys in ({key for key, value in row.items() if value not in EMPTY}, row.keys()):
         for form in order:
-            if all(map(filled, form.keys)) and not (form.keys == ("text",) and _speaker(row)):
+            if keys >= {*form.keys} and not (form.keys == ("text",) and _speaker(row)):
                 return form
     return None
 
@@ -256,7 +256,7 @@ def messages_of(row: Mapping[str, Any], column: str) -> list[Any]:
     value = row.get(column)
     columns = list(value.values()) if isinstance(value, dict) else []
     if columns and all(isinstance(held, list) for held in columns) and len({*map(len, columns)}) == 1:
-        return [dict(zip(value, cells, strict=True)) for cells in zip(*columns, strict=True)]
+        return [dict(zip(value or {}, cells, strict=True)) for cells in zip(*columns, strict=True)]
     if _is_message(value):
         return [value]
     if not isinstance(value, list):
@@ -405,7 +405,7 @@ def _read_content(message: Fields, where: str, unused: dict[str, None]) -> None:
         found = [text.get("text") if isinstance(text, dict) else text for text in inner]
         if not found or not all(isinstance(text, str) for text in found):
             raise BadRow(f"{where} holds a part of type {kind!r} without text; its keys: {', '.join(map(repr, part))}")
-        (thoughts if known == "thinking" else texts).append("\n".join(found))
+        (thoughts if known == "thinking" else texts).append("\n".join(map(str, found)))
         others = unread_keys(part, ("type", "text", *PARTS["thinking"], "closed"))
         unused |= dict.fromkeys(f"messages[].content[].{key}" for key in others)
     message["content"] = texts if len(texts) > 1 else "".join(texts)

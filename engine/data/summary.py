@@ -206,8 +206,8 @@ def _notes_on_masks(of: Callable[[str], int]) -> list[str]:
         )
     if spaced := of("spaced"):
         notes.append(
-            f"the space at the end of {count(spaced, 'prompt')} becomes part of the answer's first token, which servers "
-            "do not see so: move it to the answer"
+            f"the space at the end of {count(spaced, 'prompt')} becomes part of the answer's first token, which "
+            "servers do not see so: move it to the answer"
         )
     return notes
 
