@@ -356,7 +356,7 @@ class Options(Reading, Method, Machine):
                                   metavar="ALPHA")
     max_grad_norm: float = _train("clip the global gradient norm; 0: no clipping", 1.0, number(0), metavar=X)
     seed: int = _train("seed of the data's order, of noise and of dropout", 42, number(0, 2**32 - 1, kind=int),
-                       metavar=N)
+                       metavar=N, kind="rows")
 
     optimizer_mode: str = _rare("whether AdamW overlaps with backward or with the next forward", "auto",
                                 choices=("auto", "backward", "forward"))

@@ -1,0 +1,211 @@
+"""A run that is stopped, killed, extended or moved ends bit for bit as the run that nothing disturbed."""
+
+import json
+import os
+import shutil
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from engines import fork
+from runs import check_stopped, child, ended, go, hold, losses, options, records, stopped, tuned, weights, write_rows
+
+from trireme.engine.run import cli, evaluate, folder, job, loop, record
+from trireme.engine.run.loop import train
+from trireme.engine.run.options import every
+from trireme.engine.run.record import State
+from trireme.models.config import InputError
+
+
+@pytest.fixture(autouse=True)
+def _no_cache(monkeypatch):
+    monkeypatch.setattr(evaluate, "cache_folder", lambda: None)
+
+
+@pytest.mark.parametrize("where", ["ssd", "ram", pytest.param("halves", marks=pytest.mark.full)])
+def test_a_killed_run_resumes_bitwise(checkpoint, uninterrupted, where):
+    """Killed in step 4, after the snapshot of step 2; placement does not matter."""
+    out = checkpoint / f"killed-{where}"
+    run = options(checkpoint, out, where)
+    pid = fork()
+    if not pid:
+        hold(4)
+        go(run)
+    wait_for(out, 3)
+    os.kill(pid, signal.SIGKILL)
+    assert ended(pid) == -signal.SIGKILL
+    assert record.read(out / ".run/state.json", State).started
+    train(replace(run, resume=str(out)))
+    assert (weights(out), losses(out)) == uninterrupted
+    assert not (out / ".run").exists()
+
+
+def wait_for(out: Path, step: int) -> None:
+    end = time.monotonic() + 120
+    while not (out / "log.jsonl").exists() or max(losses(out), default=0) < step:
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("more", [
+    dict(val="0.2", eval_every=every("2"), export="best", lr=0.03),
+    dict(lora=4, lora_dropout=0.1, merge=True),
+    pytest.param(dict(freeze=("*embed*",), neftune=5.0), marks=pytest.mark.full),
+    pytest.param(dict(gpus=2, keep=2), marks=pytest.mark.full),
+])  # fmt: skip
+def test_a_stopped_run_resumes_bitwise(checkpoint, tmp_path, monkeypatch, more):
+    whole = replace(options(checkpoint, tmp_path / "whole", "ram"), **more)
+    parts = replace(whole, out=str(tmp_path / "parts"))
+    if more.get("lora"):
+        train(whole)
+        stopped(parts, 2, monkeypatch)
+        train(replace(parts, resume=parts.out))
+        names = ("adapter_model.safetensors", "merged/model.safetensors")
+        assert all(Path(whole.out, n).read_bytes() == Path(parts.out, n).read_bytes() for n in names)
+    else:
+        check_stopped(whole, parts, monkeypatch)
+    untimed = lambda out: [(r["step"], r.get("loss"), r.get("eval_loss")) for r in records(out)]
+    assert untimed(whole.out) == untimed(parts.out)
+
+
+def test_a_run_that_stops_before_its_first_snapshot_leaves_nothing_or_begins_again(checkpoint, tmp_path, monkeypatch):
+    run = options(checkpoint, tmp_path / "out", "gpu")
+    with monkeypatch.context() as m:
+        m.setattr(loop.Run, "load", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            train(run)
+    assert not (tmp_path / "out").exists()
+    with monkeypatch.context() as m:
+        m.setattr(loop.Run, "step", lambda *_: os._exit(9))
+        assert ended(child(run)) == 9
+    assert (tmp_path / "out/.run").is_dir()
+    with pytest.raises(InputError, match="holds a run. Continue it: --resume"):
+        train(run)
+    train(replace(run, resume=run.out))
+    assert len(losses(tmp_path / "out")) == 6
+
+
+# ---------------------------------------------------------------- longer runs
+
+
+def test_a_finished_run_goes_on_where_its_state_was_kept(checkpoint, tmp_path, capsys):
+    """Two and four steps more are six steps, while the rate is constant."""
+    whole = options(checkpoint, tmp_path / "whole", "ram", schedule="constant", warmup=0.0, val="0.2", export="best")
+    parts = replace(whole, out=str(tmp_path / "parts"), max_steps=2, keep_state=True)
+    train(replace(whole, eval_every=every("2")))
+    train(replace(parts, eval_every=every("2")))
+    assert folder.resumable(parts.out)
+    with pytest.raises(InputError, match=r"is finished at step 2\. To go on, give more: --epochs N or --max-steps N"):
+        train(cli.of_a_run({"resume": parts.out}))
+    train(cli.of_a_run({"resume": parts.out, "max_steps": 6}))
+    assert weights(parts.out) == weights(whole.out)
+    assert losses(Path(parts.out)) == losses(Path(whole.out))
+    assert "changed  --max-steps 6, was 2 at step 2" in capsys.readouterr().out
+
+
+def test_the_rate_of_a_longer_run_is_told(checkpoint, tmp_path, capsys):
+    run = options(checkpoint, tmp_path / "out", "ram", keep_state=True)
+    train(replace(run, max_steps=4))
+    train(cli.of_a_run({"resume": run.out, "max_steps": 12}))
+    assert "warning: the learning rate rises from" in capsys.readouterr().out
+
+
+def test_a_finished_run_says_how_its_result_is_trained_further(checkpoint, tmp_path, monkeypatch):
+    run = options(checkpoint, tmp_path / "out", "ram")
+    train(replace(run, max_steps=1))
+    for argv in (["--resume", run.out], [run.model, "--data", run.data[0], "--out", run.out]):
+        with pytest.raises(InputError, match="To train its result further: (trireme .*) --keep-state") as refused:
+            options_of = cli.parse(argv)[1]
+            train(options_of)
+    words = str(refused.value).partition("further: trireme ")[2].partition(". --keep-state")[0].split()
+    monkeypatch.chdir(tmp_path)
+    assert cli.main([*words, "--max-steps", "1", "--seq-len", "64", "--out", "further"]) == 0
+
+
+# ---------------------------------------------------------------- what must agree
+
+
+@pytest.mark.parametrize(("change", "culprit"), [
+    (dict(batch_size=8), "--batch-size"), (dict(seq_len=32), "--seq-len"), (dict(dtype="bf16"), "--dtype"),
+    (dict(lora=4), "what is trained cannot change|lora of"), (dict(val="0.2"), "--val"), (dict(seed=7), "--seed"),
+    (dict(max_steps=1), "the run is at step 2"), (dict(micro_batch=1), "--micro-batch"), (dict(adam_bits=8), "--adam-bits"),
+    (dict(method="classify"), "classify|score|label"),
+])  # fmt: skip
+def test_a_resumed_run_keeps_what_decides_its_bits(stopped_run, change, culprit):
+    with pytest.raises(InputError, match=f"(?i){culprit}"):
+        train(replace(stopped_run, resume=stopped_run.out, **change))
+
+
+@pytest.fixture(scope="module")
+def stopped_run(checkpoint):
+    run = options(checkpoint, checkpoint / "stopped", "ram")
+    with pytest.MonkeyPatch.context() as m:
+        stopped(run, 2, m)
+    return run
+
+
+def test_other_data_and_another_model_are_refused(stopped_run, checkpoint, tmp_path):
+    other = tmp_path / "other.txt"
+    other.write_text(Path(stopped_run.data[0]).read_text() + "More.\n")
+    with pytest.raises(InputError, match="the data is not what the run began with"):
+        train(replace(stopped_run, resume=stopped_run.out, data=(str(other),)))
+    model = tmp_path / "model"
+    shutil.copytree(stopped_run.model, model)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"rms_norm_eps": 1e-3}))
+    with pytest.raises(InputError, match="is not what the run began with"):
+        train(replace(stopped_run, resume=stopped_run.out, model=str(model)))
+
+
+def test_a_moved_run_goes_on(stopped_run, uninterrupted, tmp_path):
+    moved = tmp_path / "moved"
+    shutil.copytree(stopped_run.out, moved)
+    train(cli.of_a_run({"resume": str(moved)}))
+    assert (weights(moved), losses(moved)) == uninterrupted
+
+
+def test_a_moved_input_is_named_with_the_option_that_says_where(stopped_run, tmp_path, monkeypatch):
+    copy = tmp_path / "copy"
+    shutil.copytree(stopped_run.out, copy)
+    path = copy / "config.yaml"
+    path.write_text(path.read_text().replace(stopped_run.data[0], "/nowhere/rows.txt"))
+    with pytest.raises(InputError, match="/nowhere/rows.txt is not there. .* --data PATH"):
+        cli.of_a_run({"resume": str(copy)})
+    assert cli.of_a_run({"resume": str(copy), "data": [stopped_run.data[0]]}).data == stopped_run.data
+
+
+# ---------------------------------------------------------------- the reference of preferences
+
+
+def test_a_lost_reference_is_computed_again(checkpoint, tmp_path, monkeypatch, capsys):
+    rows = [dict(prompt=f"{i} is", chosen=f" {i}", rejected=f" {i + 1}") for i in range(40)]
+    write_rows(checkpoint / "pairs.jsonl", rows)
+    whole = tuned(checkpoint, tmp_path / "whole", "pairs.jsonl", method="dpo", max_steps=4)
+    train(whole)
+    for loss in ("gone", "flipped"):
+        parts = replace(whole, out=str(tmp_path / loss))
+        stopped(parts, 2, monkeypatch)
+        path = Path(parts.out, ".run/reference.npz")
+        content = bytearray(path.read_bytes())
+        content[len(content) // 2] ^= 1
+        path.write_bytes(content) if loss == "flipped" else path.unlink()
+        train(replace(parts, resume=parts.out))
+        assert weights(parts.out) == weights(whole.out)
+    assert capsys.readouterr().out.count("reference lost") == 2
+
+
+def test_a_cached_reference_is_used_by_the_next_run(checkpoint, tmp_path, monkeypatch):
+    write_rows(checkpoint / "more.jsonl", [dict(prompt=f"{i}", chosen=" a", rejected=" b") for i in range(30)])
+    monkeypatch.setattr(evaluate, "cache_folder", lambda: tmp_path / "cache")
+    run = tuned(checkpoint, tmp_path / "first", "more.jsonl", method="dpo", max_steps=2)
+    train(run)
+    monkeypatch.setattr(evaluate.Evaluator, "logps", lambda *_: pytest.fail("computed again"))
+    train(replace(run, out=str(tmp_path / "second")))
+    assert weights(tmp_path / "first") == weights(tmp_path / "second")
+
+
+def test_a_run_plans_as_its_dry_run(checkpoint, tmp_path):
+    run = options(checkpoint, tmp_path / "out", "ssd")
+    assert job.make(replace(run, dry_run=True)).plan == job.make(run).plan
