@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import subprocess
 import threading
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -16,7 +17,6 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.target_info import cuda_capability_geq
 from triton.runtime.jit import JITFunction
 
@@ -26,16 +26,16 @@ COMPILING = threading.Lock()  # the queues of several GPUs launch from threads o
 TRIED = ("3.6", "3.7", "3.8", "3.9")  # versions with the private launch called below
 
 
-def check_version(version: str) -> None:
-    """Raises ImportError for a Triton not in TRIED."""
-    if ".".join(version.split(".")[:2]) not in TRIED:
-        raise ImportError(
-            f"Triton {version} is not supported: kernels are launched through private parts of Triton {TRIED[0]} to "
-            f"{TRIED[-1]}. Install one of these, with the torch that it belongs to."
-        )
+def is_tried(version: str) -> bool:
+    return ".".join(version.split(".")[:2]) in TRIED
 
 
-check_version(triton.__version__)
+if not is_tried(triton.__version__):
+    warnings.warn(
+        f"Triton {triton.__version__} was never tried: kernels are launched by its own launch, 3 to 11 us slower each. "
+        f"Triton {TRIED[0]} to {TRIED[-1]} are known to work.",
+        stacklevel=2,
+    )
 
 
 def why_none() -> str:
@@ -62,8 +62,8 @@ WATCHING: list[Callable[[str, tuple], None]] = []  # told of launches over tenso
 class Kernel:
     """Launches a @triton.jit function as `kernel[grid](*arguments, **options)`; its constants must come last."""
 
-    def __init__(self, fn: JITFunction):
-        self.fn = fn
+    def __init__(self, fn: JITFunction, private: bool = True):
+        self.fn, self.private = fn, private  # without private parts of Triton each launch is its own
         self.forms: dict[tuple, tuple] = {}  # key -> (run, function, metadata, compiled)
         self.varying = [(i, not p.do_not_specialize) for i, p in enumerate(fn.params) if not p.is_constexpr]
         assert [i for i, _ in self.varying] == list(range(len(self.varying)))
@@ -83,7 +83,7 @@ class Kernel:
             given = {"enable_fp_fusion": True} | options  # Triton's own default depends on version and environment
             with COMPILING:
                 compiled = self.fn[grid](*args, **given, launch_pdl=early)  # Triton's own launch
-            if compiled is not None:  # kept: else it unloads its function
+            if compiled is not None and self.private:  # kept: else it unloads its function
                 self.forms[key] = compiled.run, compiled.function, compiled.packed_metadata, compiled
             return
         run, function, metadata, _ = form
@@ -105,7 +105,7 @@ class Kernel:
                     key[i] = -(2**31) <= a < 2**31
             elif a is None or type(a) is float:
                 key[i] = type(a)
-            elif type(a) is TensorDescriptor:
+            elif type(a).__name__ == "TensorDescriptor":  # whose module is experimental
                 key[i] = a.base.dtype, *a.block_shape
             else:
                 values[i] = pointer = a.data_ptr()
@@ -147,4 +147,4 @@ class Fixed:
 
 def launcher(fn):
     """Decorator: Kernel(fn), or fn itself in Triton's interpreter."""
-    return Kernel(fn) if isinstance(fn, JITFunction) else fn
+    return Kernel(fn, is_tried(triton.__version__)) if isinstance(fn, JITFunction) else fn

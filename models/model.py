@@ -23,7 +23,7 @@ from trireme.models.linear import Codes, Linear, fuse, trained
 from trireme.models.lora import Adapters, Stacked, dropping, part_key
 from trireme.models.mixers import scan
 from trireme.models.norm import Norm
-from trireme.models.packed import Sliced, Stack, decode
+from trireme.models.packed import Sliced, Stack, decode, whole
 from trireme.models.rows import Pass, Rows
 from trireme.models.sizes import narrow, shapes
 
@@ -200,7 +200,8 @@ def _stack(at: At, name: str, views: dict[str, Tensor]) -> tuple[Stack, Tensor |
     if bias is not None and trained(bias):
         bias = bias.view(at.layer.experts.count, -1)
     if name in views:
-        return views[name] if at.names.experts_in_out else views[name].mT, bias
+        matrices = whole(at.cfg.packing, name, views)
+        return matrices if at.names.experts_in_out else matrices.mT, bias
     assert at.cfg.packing is not None
     shape = shapes.expert_shape(at.layer, name.rpartition(".")[2])
     parts = tuple(views[name + part.suffix] for part in at.cfg.packing.parts)

@@ -5,7 +5,7 @@ Legend: E experts, P sorted rows (kernels/experts); M matrices of R x C numbers.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 from typing import NamedTuple
 
@@ -25,14 +25,18 @@ LARGEST = {"e2m1": 125, "fp4": 125, "e4m3": 118, "nf4": 126, "int4": 123}
 LARGEST_FACTOR = 116
 
 
-def decode(packing: Packing, parts: Sequence[Tensor], out: Tensor) -> None:
-    """Decodes one or several matrices into `out`, given their parts in the order of packing.parts."""
+def decode(packing: Packing, parts: Sequence[Tensor], out: Tensor) -> Tensor:
+    """Decodes one or several matrices into `out`, given their parts in the order of packing.parts; returns them.
+
+    gpt-oss stores experts (out, in) and reads them (in, out): they are decoded in their own order, a view of `out`.
+    """
     codes, scales = parts[:2]
-    more, groups = (parts[i] if len(parts) > i else None for i in (2, 3))
+    more = parts[2] if len(parts) > 2 else None
     flat = lambda t, like: t.view(-1, *like.shape[-2:])
     if packing.code == "e2m1":
-        ops.mxfp4_decode(codes, scales, out)
-    elif packing.code == "nf4":
+        ops.fp4_decode(codes.flatten(2), scales, None, in_file_order(out).mT)
+        return in_file_order(out)
+    if packing.code == "nf4":
         n = prod(codes.shape[:-2])
         ops.nf4_decode(codes.view(n, -1), scales.view(n, -1), out.view(n, -1))
     elif packing.code == "fp4":
@@ -41,14 +45,23 @@ def decode(packing: Packing, parts: Sequence[Tensor], out: Tensor) -> None:
         codes = codes.view(torch.uint8)
         ops.fp4_decode(flat(codes, codes), flat(scales.view(torch.uint8), scales), of_all, into, packing.divides)
     elif packing.code == "int4":
-        a, b = codes.shape[-2:]
-        shape = {"rows": (a, 8 * b), "gptq": (b, 8 * a), "awq": (8 * b, a)}[packing.order]
+        into = out.view(-1, codes.shape[-2], 8 * codes.shape[-1])
         zeros = None if more is None else flat(more, more)
-        of_columns = None if groups is None else groups.view(-1, groups.shape[-1])
-        how = packing.block[1], packing.order, packing.offset, of_columns
-        ops.int4_decode(flat(codes, codes), flat(scales, scales), zeros, out.view(-1, *shape), *how)
+        ops.int4_decode(flat(codes, codes), flat(scales, scales), zeros, into, packing.block[1])
     else:
         ops.e4m3_decode(flat(codes.view(torch.uint8), codes), flat(scales, scales), flat(out, codes), packing.block)
+    return out
+
+
+def in_file_order(out: Tensor) -> Tensor:
+    """(E, in, out) over the memory of `out`, of that shape, in which each expert lies (out, in)."""
+    return out.view(out.shape[0], out.shape[2], out.shape[1]).mT
+
+
+def whole(packing: Packing | None, name: str, views: Mapping[str, Tensor]) -> Tensor:
+    """A matrix, or those of experts; if its parts are among `views` it was decoded, and is as `decode` returned it."""
+    decoded = packing is not None and packing.code == "e2m1" and name + packing.parts[0].suffix in views
+    return in_file_order(views[name]) if decoded else views[name]
 
 
 def decoded(
@@ -56,10 +69,8 @@ def decoded(
 ) -> np.ndarray:
     """A decoded matrix of this shape, flat, in dtype F32, or BF16 as uint16. `parts`: bytes, dtype, shape of each."""
     out = torch.empty(shape, dtype=DTYPE[dtype])
-    decode(
-        packing, [torch.from_numpy(raw).view(DTYPE.get(kind, torch.uint8)).view(own) for raw, kind, own in parts], out
-    )
-    flat = out.flatten()
+    tensors = [torch.from_numpy(raw).view(DTYPE.get(kind, torch.uint8)).view(own) for raw, kind, own in parts]
+    flat = decode(packing, tensors, out).flatten()
     return flat.view(torch.int16).numpy().view(np.uint16) if dtype == "BF16" else flat.numpy()
 
 
@@ -110,8 +121,6 @@ def damage(packing: Packing, part: Part, values: np.ndarray) -> str:
     e4m3 = (packing.code, index, len(packing.parts)) in (("e4m3", 0, 2), ("fp4", 1, 3))
     if e4m3 or index == 0:
         return "holds NaN" if e4m3 and ((values & 127) == 127).any() else ""
-    if index == 3:
-        return ""  # groups of columns: parts.py has seen them
     if index == 2:
         return _damage_of_third(packing, values)
     most = LARGEST[packing.code]
@@ -125,11 +134,9 @@ def damage(packing: Packing, part: Part, values: np.ndarray) -> str:
 
 
 def _damage_of_third(packing: Packing, values: np.ndarray) -> str:
-    """As `damage`, of zero points, or of the scale of the scales."""
+    """As `damage`, of zero points, which may be any, or of the scale of the scales."""
     if packing.code == "int4":
-        bits = values.view(np.uint32)
-        full = bits & bits >> 1 & bits >> 2 & bits >> 3 & 0x11111111
-        return "has zero points that programs read as 0 or as 16" if packing.offset and full.any() else ""
+        return ""
     least, most = (2.0**-LARGEST_FACTOR, np.inf) if packing.divides else (0, 2.0**LARGEST_FACTOR)
     right = (np.isfinite(values) & (least <= np.abs(values)) & (np.abs(values) <= most)).all()
     return "" if right else f"scales by more than 2^{LARGEST_FACTOR}"
@@ -175,8 +182,7 @@ def grouped_mm(
     made = torch.empty((min(w.at_once, experts), *w.shape), dtype=x.dtype, device=x.device)
     for a in range(0, experts, w.at_once):
         b = min(a + w.at_once, experts)
-        matrices = made[: b - a]
-        decode(w.packing, [_of(part, a, b, experts) for part in w.parts], matrices)
+        matrices = decode(w.packing, [_of(part, a, b, experts) for part in w.parts], made[: b - a])
         matrices = matrices.mT if w.turned != back else matrices
         rows = order._replace(starts=order.starts[a : b + 1])
         _grouped_mm(x, codes, matrices, rows, k, out, None if bias is None else bias[a:b])

@@ -302,12 +302,8 @@ def sorted_rows(name: str, order: ops.Order, weights: Tensor, D: int, I: int, s:
 def packed(s: Shapes) -> Iterator[Case]:
     """The experts of a layer in each packing."""
     name, (E, _, D, I) = next(iter(s.mixtures.items()))
-    G = D // 32
     drawn = lambda low, high, *shape: torch.randint(low, high, shape, dtype=torch.uint8, device=s.device)
-    out = torch.zeros(E, 32 * G, I, dtype=BF16, device=s.device)
     moved = lambda *parts: sum(t.numel() * t.element_size() for t in parts)
-    parts = drawn(0, 256, E, I, G, 16), drawn(110, 130, E, I, G)
-    yield Case(name, "mxfp4_decode", (*parts, out), moved(*parts, out))
     scales = s.randn(E, -(-I // 128), -(-D // 128), dtype=torch.float32)
     codes, wide = drawn(0, 127, E, I, D), torch.zeros(E, I, D, dtype=BF16, device=s.device)  # 127: NaN
     yield Case(name, "e4m3_decode", (codes, scales, wide, (128, 128)), moved(codes, scales, wide))
@@ -317,17 +313,9 @@ def packed(s: Shapes) -> Iterator[Case]:
     for group, of_all in ((32, None), (16, factor)):
         scales = drawn(110, 127, E, I, D // group)
         yield Case(name, "fp4_decode", (codes, scales, of_all, wide), moved(codes, scales, wide))
-    yield from _int4(name, E, I, D, s, wide)
-
-
-def _int4(name: str, E: int, I: int, D: int, s: Shapes, wide: Tensor) -> Iterator[Case]:
-    """In each order, with zero points except for compressed-tensors."""
-    words = lambda *shape: torch.randint(-(1 << 31), 1 << 31, shape, dtype=torch.int32, device=s.device)
-    G, moved = D // 32, wide.numel() * 5 // 2
-    yield Case(f"{name} rows", "int4_decode", (words(E, I, D // 8), s.randn(E, I, G), None, wide, 32, "rows"), moved)
-    zeros, scales = words(E, G, I // 8), s.randn(E, G, I)
-    yield Case(f"{name} gptq", "int4_decode", (words(E, D // 8, I), scales, zeros, wide, 32, "gptq"), moved)
-    yield Case(f"{name} awq", "int4_decode", (words(E, D, I // 8), scales, zeros, wide, 32, "awq"), moved)
+    words = torch.randint(-(1 << 31), 1 << 31, (E, I, D // 8), dtype=torch.int32, device=s.device)
+    scales = s.randn(E, I, D // 32)
+    yield Case(name, "int4_decode", (words, scales, None, wide, 32), moved(words, scales, wide))
 
 
 def scans(s: Shapes) -> Iterator[Case]:

@@ -33,9 +33,7 @@ def check(source: Source, packing: Packing, name: str, shape: tuple[int, ...]) -
         raise CheckpointError(f"{where} is {t.dtype} {list(t.shape)}, expected I32 or I64 [{n}].")
     values = source.read(name).view(INTEGERS[t.dtype])
     if order and not np.array_equal(values, np.arange(columns) // packing.block[1]):
-        not_so = "which is not supported (actorder). Take a release without it, or the BF16 original"
-        unsaid = 'but config.json has no "desc_act": true. Copy it from the release'
-        how = unsaid if packing.across else not_so
+        how = "which is not supported (actorder). Take a release without it, or the BF16 original"
         raise CheckpointError(f"{where}: its columns are in groups by activation order, {how}.")
     if not order and tuple(values.tolist()) != shape:
         if values[0] == shape[0] and values[1] % CODES and values[1] < columns <= values[1] + CODES:

@@ -14,9 +14,6 @@ from trireme.kernels import launch
 from trireme.kernels.attention import bwd as triton_bwd
 from trireme.kernels.attention import cudnn as attention_cudnn
 from trireme.kernels.attention import fwd as triton_fwd
-from trireme.kernels.attention import hopper as attention_hopper
-from trireme.kernels.attention import hopper_bwd as attention_hopper_bwd
-from trireme.kernels.attention import hopper_fwd as attention_hopper_fwd
 from trireme.kernels.attention.docs import Docs
 
 
@@ -99,8 +96,10 @@ def _forward(
     assert H % K == 0
     assert all(8 <= width <= launch.WIDEST_HEAD for width in widths)
     assert all(s[2] == 1 for s in strides)
-    if aligned and not cap and attention_hopper.suits(device, types[0], widths, strides[:3]):
-        return attention_hopper_fwd.plan(H, K, d, e, window, strides)
+    if aligned and not cap and _suits_hopper(device, types[0], widths, strides[:3]):
+        from trireme.kernels.attention import hopper_fwd  # late: experimental parts of Triton
+
+        return hopper_fwd.plan(H, K, d, e, window, strides)
     return triton_fwd.plan(device, types[0], H, K, d, e, window, strides, cap)
 
 
@@ -113,6 +112,18 @@ def _backward(
     assert H % K == 0
     assert all(8 <= width <= launch.WIDEST_HEAD for width in widths)
     assert all(s[2] == 1 for s in strides)
-    if aligned and not cap and attention_hopper.suits(device, types[1], widths, strides[:4]):
-        return attention_hopper_bwd.plan(H, K, d, e, window, strides)
+    if aligned and not cap and _suits_hopper(device, types[1], widths, strides[:4]):
+        from trireme.kernels.attention import hopper_bwd  # late: experimental parts of Triton
+
+        return hopper_bwd.plan(H, K, d, e, window, strides)
     return triton_bwd.plan(device, types[1], H, K, d, e, window, strides, cap)
+
+
+def _suits_hopper(device: torch.device, dtype: torch.dtype, widths: tuple[int, int], strides) -> bool:
+    """Whether Hopper's kernels take heads of keys and values of these widths, at strides that are 16-byte aligned."""
+    return (
+        launch.chip(device).arch == 90
+        and dtype == torch.bfloat16
+        and all(32 < d <= 256 and d % 8 == 0 for d in widths)
+        and all(n % 16 == 0 and n < 1 << 24 for n in triton_fwd.flat(strides))  # tile offsets are int32
+    )

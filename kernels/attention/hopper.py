@@ -1,4 +1,4 @@
-"""Attention's kernels for Hopper, in Gluon: shared-memory pools of tiles, and which tensors are supported.
+"""Attention's kernels for Hopper, in Gluon: shared-memory pools of tiles.
 
 Triton waits for each matrix multiplication at once (docs/kernels-log.md); in Gluon waits are explicit. Tiles are copied
 asynchronously into ring buffers of STAGES slots, one commit group per step. Pointers and slots advance and are never
@@ -9,13 +9,9 @@ Legend: as fwd.py, D padded to BLOCK_D and V to BLOCK_V; t_ a matrix multiplicat
 
 from __future__ import annotations
 
-import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-
-from trireme.kernels import launch
-from trireme.kernels.attention.fwd import flat
 
 LOG2E = gl.constexpr(1.4426950408889634)
 copy_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared  # both renamed
@@ -106,13 +102,3 @@ def program_tile(p_tiles, heads: gl.constexpr):
     offset = gl.load(p_tiles + 3 * i_tile + 1)
     length = gl.load(p_tiles + 3 * i_tile + 2)
     return i_h, start, offset, length
-
-
-def suits(device: torch.device, dtype: torch.dtype, widths: tuple[int, int], strides) -> bool:
-    """Whether the kernels take heads of keys and values of these widths, at strides that are 16-byte aligned."""
-    return (
-        launch.chip(device).arch == 90
-        and dtype == torch.bfloat16
-        and all(32 < d <= 256 and d % 8 == 0 for d in widths)
-        and all(n % 16 == 0 and n < 1 << 24 for n in flat(strides))  # tile offsets are int32
-    )

@@ -6,12 +6,12 @@ sum has one order. Legend: matmuls.py.
 
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from trireme.kernels import launch
-from trireme.kernels.experts import hopper
 from trireme.kernels.experts.matmuls import find_rows, place_of
 from trireme.kernels.experts.reference import Order
 from trireme.kernels.launch import cdiv
@@ -70,10 +70,24 @@ def grouped_add_(dw_: Tensor, a: Tensor, b: Tensor, order: Order, k_a: int = 0, 
     assert b.shape == (P // k_b if k_b else P, B)
     assert all(t.is_contiguous() for t in (dw_, a, b))
     assert a.dtype == b.dtype
-    if not order.sliced and hopper.suits(dw_, a, b, k_a, k_b):  # it reads rows behind an expert's last
+    if not order.sliced and suits_hopper(dw_, a, b, k_a, k_b):  # it reads rows behind an expert's last
+        from trireme.kernels.experts import hopper  # late: experimental parts of Triton
+
         hopper.add_(dw_, a, b, order, k_a, k_b)
         return
     t = launch.grouped_add(a.device, a.dtype)
     _grouped_add[(E * cdiv(A, t.a) * cdiv(B, t.b),)](
         dw_, a, b, order.pair, order.starts, A, B, k_a, k_b, t.rows, t.a, t.b, num_warps=t.warps, num_stages=t.stages
+    )
+
+
+def suits_hopper(dw_: Tensor, a: Tensor, b: Tensor, k_a: int, k_b: int) -> bool:
+    """Whether hopper.add_ takes these: on sm_90, a and b in bf16, one of them sorted, rows aligned to 16 bytes."""
+    return (
+        launch.chip(a.device).arch == 90
+        and a.dtype == torch.bfloat16
+        and dw_.dtype in (torch.bfloat16, torch.float32)
+        and a.shape[1] % 8 == b.shape[1] % 8 == 0
+        and not (k_a and k_b)
+        and (dw_.data_ptr() | a.data_ptr() | b.data_ptr()) % 16 == 0
     )

@@ -249,20 +249,8 @@ def add_kernel(
     tma.store_wait(0)
 
 
-def suits(dw_: Tensor, a: Tensor, b: Tensor, k_a: int, k_b: int) -> bool:
-    """Whether add_ takes these tensors: on sm_90, a and b in bf16, one of them sorted, each row aligned to 16 bytes."""
-    return (
-        launch.chip(a.device).arch == 90
-        and a.dtype == torch.bfloat16
-        and dw_.dtype in SUMS
-        and a.shape[1] % 8 == b.shape[1] % 8 == 0
-        and not (k_a and k_b)
-        and (dw_.data_ptr() | a.data_ptr() | b.data_ptr()) % 16 == 0
-    )
-
-
 def add_(dw_: Tensor, a: Tensor, b: Tensor, order: Order, k_a: int, k_b: int) -> None:
-    """As reference.grouped_add_, of tensors that it suits."""
+    """As reference.grouped_add_, of tensors that gradients.suits_hopper takes."""
     turned = k_b > 0 or (k_a == 0 and a.shape[1] < b.shape[1])  # y is the narrower where both are sorted
     x, y, chosen = (b, a, k_b) if turned else (a, b, k_a)
     (E, *_), X, Y = dw_.shape, x.shape[1], y.shape[1]

@@ -16,18 +16,6 @@ def _powers(exponents: Tensor) -> Tensor:
     return torch.where(power == 0, 1 << 22, power << 23).view(torch.float32)  # 2^-127 is subnormal
 
 
-def mxfp4_decode(blocks: Tensor, scales: Tensor, out: Tensor) -> None:
-    """Decodes blocks (E, R, G, 16) and scales (E, R, G), both uint8 (mxfp4.py), exactly into out (E, 32 G, R)."""
-    byte = torch.arange(256)
-    both = torch.stack((NUMBERS[byte & 15], NUMBERS[byte >> 4]), 1).to(out.device, torch.bfloat16)
-    pairs = both.view(torch.int32)[:, 0]
-    powers = torch.where(byte == 0, 1 << 6, byte << 7).to(out.device, torch.int16).view(torch.bfloat16)
-    look_up = lambda table, index: table.index_select(0, index.flatten().int())  # thrice as fast as table[index]
-    for expert, scale, into in zip(blocks, scales, out, strict=True):
-        values = look_up(pairs, expert).view(torch.bfloat16).view(*scale.shape, 32)
-        into.copy_((values * look_up(powers, scale).view(*scale.shape, 1)).flatten(1).T)
-
-
 def e4m3_decode(codes: Tensor, scales: Tensor, out: Tensor, block: tuple[int, int]) -> None:
     """Decodes codes (M, R, C), E4M3 as uint8, into out (M, R, C): times their block's scale in fp32, then rounded.
 
@@ -89,40 +77,16 @@ def fp4_decode(codes: Tensor, scales: Tensor, scale: Tensor | None, out: Tensor,
             into[a : a + STRIP].copy_(numbers * of_each)
 
 
-AWQ = (0, 4, 1, 5, 2, 6, 3, 7)  # of eight numbers in a word, by their place in the matrix: which four bits
-
-
-def int4_decode(
-    codes: Tensor,
-    scales: Tensor,
-    zeros: Tensor | None,
-    out: Tensor,
-    group: int,
-    order: str,
-    offset: int = 0,
-    groups: Tensor | None = None,
-) -> None:
+def int4_decode(codes: Tensor, scales: Tensor, zeros: Tensor | None, out: Tensor, group: int) -> None:
     """Fills out (M, R, C) with (code - zero) * scale of each group of `group` columns, in fp32, then rounded.
 
-    The zero is 8, or that of `zeros` plus `offset`. Codes and zeros are int32 words of eight numbers, the first in the
-    lowest bits, or with "awq" in the order AWQ:
-
-    "rows": codes (M, R, C / 8), scales (M, R, G), zeros (M, R / 8, G), eight rows in a word
-    "gptq": codes (M, C / 8, R), scales (M, G, R), zeros (M, G, R / 8)
-    "awq": codes (M, C, R / 8), scales (M, G, R), zeros (M, G, R / 8)
-
-    `groups` (M, C) int32 has the group of each column, where groups are not neighbouring columns.
+    codes (M, R, C / 8), scales (M, R, G), zeros (M, R / 8 rounded up, G), of eight rows in a word; without them 8.
+    Codes and zeros are int32 words of eight numbers, the first in the lowest bits. `group` is a multiple of 8.
     """
     _, R, C = out.shape
-    in_order = torch.arange(C, device=codes.device) // group
-    bits = 4 * torch.tensor(AWQ if order == "awq" else range(8), device=codes.device, dtype=torch.int32)
+    index = torch.arange(C, device=codes.device) // group
+    bits = 4 * torch.arange(8, device=codes.device, dtype=torch.int32)
     unpacked = lambda words: (words[..., None] >> bits & 15).flatten(-2)  # along the last dimension
-    down = lambda words: unpacked(words.mT).mT
     for i, (words, scale, into) in enumerate(zip(codes, scales, out, strict=True)):
-        code = {"rows": unpacked, "gptq": down, "awq": unpacked}[order](words)
-        zero = 8 if zeros is None else (down(zeros[i])[:R] if order == "rows" else unpacked(zeros[i])) + offset
-        along = int(order == "rows")  # dimension of groups
-        index = in_order if groups is None else groups[i].long()
-        wide = lambda t, along=along, index=index: t.index_select(along, index)
-        found = (code - (zero if zeros is None else wide(zero))).float() * wide(scale.float())
-        into.copy_(found if along else found.mT)
+        zero = 8 if zeros is None else unpacked(zeros[i].mT).mT[:R].index_select(1, index)
+        into.copy_((unpacked(words) - zero).float() * scale.float().index_select(1, index))

@@ -40,8 +40,6 @@ class Packing:
     shaped: str  # dtypes and shapes of the parts, for the user
     globs: tuple[str, ...] = ()  # over names in memory: what releases have packed; (): all matrices of blocks
     of_module: bool = False  # parts are named after the module of the matrix
-    order: Literal["rows", "gptq", "awq"] = "rows"  # of int4: how eight numbers lie in a word
-    offset: int = 0  # of int4: added to stored zero points
     divides: bool = False  # of fp4: scales are divided by that of the scales
     experts: Packing | None = None  # of experts, in parts of the same names, where theirs is another
     checked: tuple[str, ...] = ()  # ends of names, as `stored`, of what parts.py checks and nothing else needs
@@ -74,11 +72,6 @@ class Packing:
         """Whether bf16 holds every decoded value exactly."""
         return self.code in ("e2m1", "fp4") and len(self.parts) == 2  # their experts are not others
 
-    @property
-    def across(self) -> bool:
-        """Whether rows of a matrix are columns of its parts."""
-        return self.order != "rows"
-
     def part_of(self, name: str) -> Part | None:
         """The part that a tensor in memory is, by its name; None for other tensors."""
         return next((part for part in self.parts if name.endswith(part.suffix)), None)
@@ -94,9 +87,8 @@ class Packing:
     def holds(self, shape: Shape) -> bool:
         """Whether a matrix of this shape, or each of several, can be packed so."""
         rows, columns = shape[-2:]
-        if self.code == "int4":  # a last group of GPTQ may be short
-            even = self.order == "gptq" or columns % min(self.block[1], columns) == 0
-            return even and columns % 8 == 0 and (rows % 8 == 0 or not self.across)
+        if self.code == "int4":
+            return columns % min(self.block[1], columns) == 0 and columns % 8 == self.block[1] % 8 == 0
         if self.code == "e2m1":
             return rows % self.block[1] == 0
         return columns % {"nf4": 2, "fp4": self.block[1]}.get(self.code, 1) == 0
@@ -113,10 +105,8 @@ class Packing:
         found = {
             "e4m3": ((rows, columns), (-(-rows // self.block[0]), groups)),
             "fp4": ((rows, columns // 2), (rows, groups), (1, 1)),
-            "rows": ((rows, columns // 8), (rows, groups), (-(-rows // 8), groups)),
-            "gptq": ((columns // 8, rows), (groups, rows), (groups, rows // 8), (columns,)),
-            "awq": ((columns, rows // 8), (groups, rows), (groups, rows // 8)),
-        }[self.order if self.code == "int4" else self.code]
+            "int4": ((rows, columns // 8), (rows, groups), (-(-rows // 8), groups)),
+        }[self.code]
         return tuple((*lead, *one) for one in found[: len(self.parts)])
 
     def step(self, shape: Shape) -> int:
@@ -130,7 +120,7 @@ class Packing:
     def starts(self, shape: Shape, row: int) -> tuple[int, ...]:
         """Where in each part the values of row `row` of a matrix begin, which must begin a block; or of expert `row`.
 
-        In rows of the part, or in columns if the matrix's rows lie `across` it.
+        In rows of the part.
         """
         if len(shape) == 3:
             return (row,) * len(self.parts)
@@ -138,7 +128,7 @@ class Packing:
             return row, row * shape[-1] // self.block[1]
         found = {
             "fp4": (row, row, 0),
-            "int4": (row // 8 if self.order == "awq" else row, row, row // 8, 0),
+            "int4": (row, row, row // 8),
         }.get(self.code, (row, row // self.block[0]))
         return found[: len(self.parts)]
 
@@ -150,8 +140,7 @@ class Packing:
             if len(codes) != 2:
                 return None
             a, b = codes
-            by_order = {"rows": (a, 8 * b), "gptq": (b, 8 * a), "awq": (8 * b, a)}
-            shape = (a, 2 * b) if self.code == "fp4" else by_order[self.order]
+            shape = (a, (2 if self.code == "fp4" else 8) * b)
             return shape if self.holds(shape) else None
         return codes if len(codes) in (2, 3) else None
 

@@ -37,7 +37,7 @@ from trireme.kernels.fp8.quantize import quantize, quantize_experts, quantize_ro
 from trireme.kernels.fp8.reference import new_maxima
 from trireme.kernels.loss.loss import linear_cross_entropy
 from trireme.kernels.loss.reference import Taught
-from trireme.kernels.packed import e4m3, fp4, int4, mxfp4, nf4
+from trireme.kernels.packed import e4m3, fp4, int4, nf4
 from trireme.kernels.reference import RMS, Act, NormKind
 from trireme.kernels.scan import convolution, scan
 from trireme.kernels.tiles import Chip
@@ -246,8 +246,6 @@ def experts_call(E, k, D, I, in_out=False, dtype=BF16):
     if in_out:
         gradients.grouped_add_(torch.zeros(E, 1, 2 * I), torch.zeros(P, 1, dtype=dtype), d_gate_up, found)
         activations.act_fwd(d_gate_up, Act(limit=7.0))
-        blocks = torch.zeros(E, I, D // 32, 16, dtype=torch.uint8)
-        mxfp4.mxfp4_decode(blocks, blocks[..., 0].contiguous(), torch.zeros(E, D, I, dtype=dtype))
         activations.act_bwd_(act, d_gate_up, Act(limit=7.0), weights=torch.zeros(N, k), order=found)
         out, lse, scores = torch.zeros(N, 64, 64, dtype=dtype), torch.zeros(64, N), torch.zeros(64, dtype=dtype)
         sinks.sinks_fwd_(out, lse, scores)
@@ -312,7 +310,7 @@ def packed_calls():
 
 
 def small_packed_calls():
-    """Matrices in fp4 with scales of each kind, and in int4 in each order, into bf16 and fp32."""
+    """Matrices in fp4 with scales of each kind, and in int4, into bf16 and fp32."""
     for dtype, kind, (R, C) in ((BF16, torch.float16, (4096, 14336)), (FP32, BF16, (200, 320))):
         out = torch.zeros(2, R, C, dtype=dtype)
         pairs, all_of = torch.zeros(2, R, C // 2, dtype=torch.uint8), torch.zeros(2)
@@ -320,11 +318,8 @@ def small_packed_calls():
             fp4.fp4_decode(pairs, torch.zeros(2, R, C // group, dtype=torch.uint8), scale, out, divide)
         word = lambda *shape: torch.zeros(2, *shape, dtype=torch.int32)
         G, scales = -(-C // 128), lambda *shape, kind=kind: torch.zeros(2, *shape, dtype=kind)
-        int4.int4_decode(word(R, C // 8), scales(R, G), None, out, 128, "rows")
-        int4.int4_decode(word(R, C // 8), scales(R, G), word(R // 8, G), out, 128, "rows")
-        int4.int4_decode(word(C // 8, R), scales(G, R), word(G, R // 8), out, 128, "gptq", 1)
-        int4.int4_decode(word(C // 8, R), scales(G, R), word(G, R // 8), out, 128, "gptq", 0, word(C))
-        int4.int4_decode(word(C, R // 8), scales(G, R), word(G, R // 8), out, 128, "awq")
+        for zeros in (None, word(R // 8, G)):
+            int4.int4_decode(word(R, C // 8), scales(R, G), zeros, out, 128)
 
 
 def fp8_calls():

@@ -2,15 +2,13 @@
 
 import torch
 
-PLACES = {"rows": range(8), "gptq": range(8), "awq": (0, 4, 1, 5, 2, 6, 3, 7)}  # of eight numbers in a word
 
-
-def in_words(numbers, order, dim):
+def in_words(numbers, dim):
     """Eight neighbours of a dimension in an int32, by loops; short last ones are filled with zeros."""
     numbers = numbers.movedim(dim, 0).long()
     words = torch.zeros(-(-len(numbers) // 8), *numbers.shape[1:], dtype=torch.int64)
     for i, row in enumerate(numbers):
-        words[i // 8] |= row << (4 * PLACES[order][i % 8])
+        words[i // 8] |= row << (4 * (i % 8))
     return words.where(words < 1 << 31, words - (1 << 32)).to(torch.int32).movedim(0, dim).contiguous()
 
 
@@ -24,10 +22,10 @@ def in_int4(w, form, group):
         zeros = torch.full_like(zeros, 8)
     wide = lambda t: t.repeat_interleave(group, 1)
     codes = (w.float() / wide(scales.float()) + wide(zeros)).round().clamp(0, 15).int()
-    parts = {".weight_packed": in_words(codes, "rows", 1), ".weight_scale": scales}
+    parts = {".weight_packed": in_words(codes, 1), ".weight_scale": scales}
     parts[".weight_shape"] = torch.tensor([R, C])
     if form == "int4 zeros":
-        parts[".weight_zero_point"] = in_words(zeros, "rows", 0)
+        parts[".weight_zero_point"] = in_words(zeros, 0)
     return parts, (codes - wide(zeros)).float() * wide(scales.float())
 
 

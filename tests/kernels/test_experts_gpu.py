@@ -175,7 +175,7 @@ def test_hoppers_gradients_have_the_bits_of_tritons(E, k, D, I, dtype, load, mon
     for a, b, k_a, k_b in ((x, d_gate_up, k, 0), (d_gate_up, x, 0, k), (h, x, 0, k), (h, d_gate_up, 0, 0)):
         start = torch.randn(E, a.shape[1], b.shape[1], device="cuda").to(dtype)
         plain, grad = start.clone(), torch.empty_like(start)
-        assert hopper.suits(grad, a, b, k_a, k_b)
+        assert gradients.suits_hopper(grad, a, b, k_a, k_b)
         by_triton(monkeypatch, plain, a, b, order, k_a, k_b)
         idle = order.starts[1:] == order.starts[:-1]
         assert torch.equal(plain[idle], start[idle])
@@ -198,7 +198,7 @@ def test_hoppers_gradients_keep_what_is_not_finite(dtype, monkeypatch):
     gradients.grouped_add_(grad, a, b, order)
     torch.testing.assert_close(grad, plain, rtol=0, atol=0, equal_nan=True)
     odd = torch.empty(start.numel() + 1, device="cuda", dtype=dtype)[1:].view_as(start).copy_(start)
-    assert not hopper.suits(odd, a, b, 0, 0)
+    assert not gradients.suits_hopper(odd, a, b, 0, 0)
     gradients.grouped_add_(odd, a, b, order)
     torch.testing.assert_close(odd, plain, rtol=0, atol=0, equal_nan=True)
 

@@ -49,9 +49,8 @@ def packed(name, experts, rows, columns, device="cpu"):
                 torch.rand(shape).to(dtype) + 1 if dtype.is_floating_point else torch.randint(96, 126, shape).to(dtype)
             )
     found = [part.to(device) for part in found]
-    whole = torch.empty((experts, rows, columns), dtype=torch.bfloat16, device=device)
-    decode(packing, found, whole)
-    return packing, tuple(found), whole
+    out = torch.empty((experts, rows, columns), dtype=torch.bfloat16, device=device)
+    return packing, tuple(found), decode(packing, found, out)
 
 
 def check(name, back, biased, sizes, device="cpu"):
