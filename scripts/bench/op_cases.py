@@ -37,23 +37,16 @@ def peers_of(case: Case) -> op_peers.Peers:
 
 
 def _of_fp8(case: Case) -> op_peers.Peers:
-    if case.op == "rmsnorm_codes":
-        x, w, eps, *orders = case.args
-        return {"written in bf16": (lambda: ops.quantize(ops.rmsnorm_fwd(x, w, eps)[0], *orders), 1.0)}
-    if case.op == "swiglu_codes_fwd":
-        (gate_up,) = case.args
-        return {"written in bf16": (lambda: ops.quantize(ops.swiglu_fwd(gate_up)), 1.0)}
-    if case.op == "swiglu_codes_bwd":
-        dy, gate_up = case.args
-        apart = lambda: [
-            ops.quantize(t, rows, True) for t, rows in zip(ops.swiglu_bwd(dy, gate_up), (True, False), strict=True)
-        ]
-        return {"written in bf16": (apart, 1.0)}
-    if case.op == "rotated_codes":
-        x, cos, sin, positions, turned = case.args
-        heads = x.clone().view(len(x), -1, 2 * cos.shape[1])[:, :turned]
-        rotated = lambda: ops.rope_(heads, cos, sin, positions, inverse=True)
-        return {"rotated before": (lambda: [rotated(), ops.quantize(x, True, True)], 1.0)}
+    if case.op == "act_codes_bwd":
+        dy, h, act = case.args
+
+        def apart() -> None:
+            y, dh = dy.clone(), h.clone()
+            ops.act_bwd_(y, dh, act)
+            ops.quantize(dh, True, True)
+            ops.quantize(y, False, True)
+
+        return {"written in bf16, with copies": (apart, 1.0)}
     if case.op == "fp8_add_":
         out, *codes = case.args
         return {"added by a second kernel": (lambda: out.add_(ops.fp8_matmul(*codes, torch.empty_like(out))), 1.0)}

@@ -47,51 +47,53 @@ def liger(op: str, args: tuple, kwargs: dict) -> Peers:
         return {}
 
 
-def _rmsnorm_fwd(x, w, eps, out=None):
-    from liger_kernel.ops import rms_norm
+def _norm_fwd(x, w, eps, kind=None, bias=None, gate=None, copy=None):
+    from liger_kernel.ops import layer_norm, rms_norm
 
-    if out is not None:
-        raise KeyError("Liger copies no argument")
-    return partial(rms_norm.rms_norm_forward, x, w, eps, 0.0, "llama", None), 1.0
+    if gate is not None or copy is not None or x.shape[1] > 1:
+        raise KeyError("Liger has no such norm")
+    if bias is not None:
+        return partial(layer_norm.layer_norm_forward, x[:, 0], w, bias, eps), 1.0
+    return partial(rms_norm.rms_norm_forward, x[:, 0], w, eps, 0.0, "llama", None), 1.0
 
 
-def _rmsnorm_bwd(dy, h, w, rstd, dw, dresidual=None):
-    from liger_kernel.ops import fused_add_rms_norm, rms_norm
+def _norm_bwd(dy, x, w, stats, kind, dx, dw, db=None, gate=None, dgate=None, dresidual=None):
+    from liger_kernel.ops import fused_add_rms_norm, layer_norm, rms_norm
 
+    if gate is not None or x.shape[1] > 1 or (db is not None and dresidual is not None):
+        raise KeyError("Liger has no such norm")
+    dy, h = dy[:, 0], x[:, 0]
+    if db is not None:
+        mean, rstd = stats.mean[:, 0], stats.rstd[:, 0]
+        return partial(layer_norm.layer_norm_backward, dy, h, w, torch.zeros_like(w), mean, rstd), 1.0
     if dresidual is None:
         _, h, rstd, block, warps, mode = rms_norm.rms_norm_forward(h, w, 1e-5, 0.0, "llama", None)
         return partial(rms_norm.rms_norm_backward, dy, h, w, rstd, 0.0, mode, block, warps, False, None), 1.0
     _, s, rstd, *settings, mode = fused_add_rms_norm.fused_add_rms_norm_forward(h, h, w, 1e-5, 0.0, "llama")
     run = fused_add_rms_norm.fused_add_rms_norm_backward
-    return partial(run, dy, dresidual, s, w, rstd, 0.0, mode, *settings, False), 1.0
+    return partial(run, dy, dresidual[:, 0], s, w, rstd, 0.0, mode, *settings, False), 1.0
 
 
-def _layernorm_fwd(x, w, b, eps):
-    from liger_kernel.ops import layer_norm
-
-    return partial(layer_norm.layer_norm_forward, x, w, b, eps), 1.0
-
-
-def _layernorm_bwd(dy, h, w, mean, rstd, dw, db, dresidual=None):
-    from liger_kernel.ops import layer_norm
-
-    if dresidual is not None:
-        raise KeyError("Liger has no addition before LayerNorm")
-    return partial(layer_norm.layer_norm_backward, dy, h, w, torch.zeros_like(w), mean, rstd), 1.0
-
-
-def _gated(name: str, gate_up):
+def _gated_unit(act):
     from liger_kernel.ops import geglu, swiglu
 
-    gate, up = (t.contiguous() for t in gate_up.chunk(2, 1))
-    return partial(getattr({"swiglu": swiglu, "geglu": geglu}[name], f"{name}_forward"), gate, up), 1.0
+    if not act.gated or act.limit or act.of not in ("silu", "gelu"):
+        raise KeyError("Liger has no such activation")
+    return (swiglu, "swiglu") if act.of == "silu" else (geglu, "geglu")
 
 
-def _gated_bwd(name: str, dy, gate_up):
-    from liger_kernel.ops import geglu, swiglu
+def _act_fwd(h, act, bias=None):
+    module, name = _gated_unit(act)
+    gate, up = (t.contiguous() for t in h.chunk(2, 1))
+    return partial(getattr(module, f"{name}_forward"), gate, up), 1.0
 
-    gate, up = (t.contiguous() for t in gate_up.chunk(2, 1))  # overwritten; does not recompute the activation
-    return partial(getattr({"swiglu": swiglu, "geglu": geglu}[name], f"{name}_backward"), gate, up, dy), 5 / 6
+
+def _act_bwd(dy, h, act, bias=None, dbias=None, weights=None, order=None):
+    module, name = _gated_unit(act)
+    if weights is not None:
+        raise KeyError("Liger has no weights of rows")
+    gate, up = (t.contiguous() for t in h.chunk(2, 1))  # overwritten; does not recompute the activation
+    return partial(getattr(module, f"{name}_backward"), gate, up, dy), 5 / 6
 
 
 def _rope(x, cos, sin, positions):
@@ -102,7 +104,7 @@ def _rope(x, cos, sin, positions):
     return partial(rope.rope_forward, q, k, *wide), 1.0
 
 
-def _linear_cross_entropy(x, w, labels, rows, scale, dw, dx, chunk):
+def _linear_cross_entropy(x, w, labels, rows, scale, dw, dx, chunk, taught=None):
     from liger_kernel.ops import fused_linear_cross_entropy as module
 
     def run():  # computes gradients itself, with autograd off
@@ -114,14 +116,10 @@ def _linear_cross_entropy(x, w, labels, rows, scale, dw, dx, chunk):
 
 
 _LIGER = {
-    "rmsnorm_fwd": _rmsnorm_fwd,
-    "rmsnorm_bwd": _rmsnorm_bwd,
-    "layernorm_fwd": _layernorm_fwd,
-    "layernorm_bwd": _layernorm_bwd,
-    "swiglu_fwd": partial(_gated, "swiglu"),
-    "swiglu_bwd": partial(_gated_bwd, "swiglu"),
-    "geglu_fwd": partial(_gated, "geglu"),
-    "geglu_bwd": partial(_gated_bwd, "geglu"),
+    "norm_fwd": _norm_fwd,
+    "norm_bwd": _norm_bwd,
+    "act_fwd": _act_fwd,
+    "act_bwd_": _act_bwd,
     "rope_": _rope,
     "linear_cross_entropy": _linear_cross_entropy,
 }

@@ -132,18 +132,19 @@ def host_seconds(run: Callable) -> float:
 def host() -> list[dict]:
     """Prints and returns the host time of calls on tiny inputs, with allocations."""
     N, D = 64, 512
-    x, dy, w, gate_up = randn(N, D), randn(N, D), randn(D), randn(N, 2 * D)
-    rstd, dw, clip = torch.ones(N, device=DEVICE), torch.zeros(D, device=DEVICE), torch.ones(1, device=DEVICE)
+    x, dy, w, gate_up = randn(N, 1, D), randn(N, 1, D), randn(D), randn(N, 2 * D)
+    dw, clip = torch.zeros(D, device=DEVICE), torch.ones(1, device=DEVICE)
+    _, stats = ops.norm_fwd(x, w, 1e-5)
     flat, m, v = torch.zeros(3, 4096, device=DEVICE)
     cos, sin = (t.to(DEVICE) for t in ops.rope_table(torch.ones(32), N))
     a, dense = attention_inputs([N], 8, 8, 64), attention_inputs([1024], 2, 2, 128)
     out, lse = ops.attention_fwd(a.q, a.k, a.v, a.docs, a.scale)
     options = dict(lr=1e-4, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1, n_decay=4096, step=10)
     calls = {
-        "rmsnorm_fwd": lambda: ops.rmsnorm_fwd(x, w, 1e-5),
-        "rmsnorm_bwd, 2 launches": lambda: ops.rmsnorm_bwd(dy, x, w, rstd, dw),
-        "swiglu_fwd": lambda: ops.swiglu_fwd(gate_up),
-        "swiglu_bwd": lambda: ops.swiglu_bwd(dy, gate_up),
+        "norm_fwd": lambda: ops.norm_fwd(x, w, 1e-5),
+        "norm_bwd, 2 launches": lambda: ops.norm_bwd(dy, x, w, stats, ops.RMS, torch.empty_like(x), dw),
+        "act_fwd": lambda: ops.act_fwd(gate_up, ops.Act()),
+        "act_bwd_": lambda: ops.act_bwd_(dy[:, 0], gate_up, ops.Act()),
         "rope_": lambda: ops.rope_(a.q, cos, sin, a.docs.positions),
         "attention_fwd": lambda: ops.attention_fwd(a.q, a.k, a.v, a.docs, a.scale),
         "attention_fwd by cuDNN": lambda: ops.attention_fwd(dense.q, dense.k, dense.v, dense.docs, dense.scale),
