@@ -13,10 +13,10 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from trireme.engine.amounts import gb, percent, whole_gib
-from trireme.engine.plan import DoesNotFit, Limits
+from trireme.engine.plan import DoesNotFit
 from trireme.engine.planner.choose import Choice, choose, first_plan
-from trireme.engine.planner.forecast import Forecast, Work
-from trireme.engine.planner.rates import DRIVE_SHARE, RAM_SHARE, TB, Machine
+from trireme.engine.planner.forecast import Forecast
+from trireme.engine.planner.rates import DRIVE_SHARE, RAM_SHARE, TB
 from trireme.engine.planner.rule import Cut, Wanted
 from trireme.models.config import ModelConfig
 
@@ -108,23 +108,6 @@ def elsewhere(f: Forecast, steps: int) -> Choice | None:
 
 
 # ---------------------------------------------------------------- what fits
-
-
-def fitting(models: Models, machine: Machine, limits: Limits, wanted: Wanted, work: Work) -> dict[str, Forecast]:
-    """Those of `models` that fit on the machine, each with the rule's plan: a run is at least as fast."""
-    fit = {}
-    for option, cfg in models.items():
-        with suppress(DoesNotFit):
-            fit[option] = _by_rule(cfg, machine, limits, wanted, work)
-    return fit
-
-
-def _by_rule(cfg: ModelConfig, machine: Machine, limits: Limits, wanted: Wanted, work: Work) -> Forecast:
-    """Raises DoesNotFit."""
-    plan = first_plan(cfg, limits, wanted, machine.rates.has_drive)
-    f = Forecast(cfg, plan, machine, limits, work)
-    check_drive(f)
-    return f
 
 
 def check_drive(f: Forecast) -> None:

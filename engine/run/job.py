@@ -146,8 +146,9 @@ class Job:
         return replace(own, base=dict(then.base), reference=then.reference, teacher=then.teacher)
 
 
-def make(o: Options, begun: Snapshot | None = None) -> Job:
-    """Reads and checks what the options name, and makes the plan. `begun`: the snapshot that it goes on from.
+def make(o: Options, begun: Snapshot | None = None, by_rule: bool = False) -> Job:
+    """Reads and checks what the options name, and makes the plan. `begun`: the snapshot that it goes on from. `by_rule`:
+    the plan is not searched for, which takes seconds.
 
     With several hosts all call it, and get the same plan. Raises InputError, CheckpointError, DoesNotFit.
     """
@@ -181,7 +182,7 @@ def make(o: Options, begun: Snapshot | None = None) -> Job:
         if group.hosts > 1:
             machine = replace(machine, rates=replace(machine.rates, net=group.speed()))  # type: ignore[attr-defined]
     with clock.at("plan"):
-        plan, machine = planner.search(work, files, limits, machine, stores)
+        plan, machine = planner.search(work, files, limits, machine, stores, by_rule)
         if group.hosts > 1:
             plan = replace(Plan.of(json.loads(group.texts(json.dumps(asdict(plan)))[0])), host=group.host)
     if not (assumed or is_absent(o)):
@@ -564,11 +565,11 @@ def alternatives(o: Options) -> str:
         if any(getattr(o, name) == value for name, value in change.items()) or (fitting and "base" in change):
             continue
         try:
-            job = make(replace(o, data=(), val=None, dry_run=True, **change))
+            job = make(replace(o, data=(), val=None, dry_run=True, **change), by_rule=True)
             if not o.assume:
                 check_room(job)
         except (DoesNotFit, InputError, OSError):
             continue
-        speed = f", {job.forecast.step.step_s:.3g} s a step" if job.on_gpu else ""
+        speed = f", at most {job.forecast.step.step_s:.3g} s a step" if job.on_gpu else ""
         fitting.append(" ".join(f"{flag(name)} {value}" for name, value in change.items()) + speed)
     return f" This fits: {'; or '.join(fitting)}." if fitting else ""

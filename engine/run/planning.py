@@ -209,11 +209,12 @@ class Planner:
         return None
 
     def search(
-        self, work: Work, files: Files, limits: Limits, machine: Machine, stores: Sequence[Path]
+        self, work: Work, files: Files, limits: Limits, machine: Machine, stores: Sequence[Path], by_rule: bool
     ) -> tuple[Plan, Machine]:
         """Chooses the plan; also returns the machine, whose drives were measured if the plan may use them.
 
-        `limits`: of limits_for. `stores`: folders on drives. Raises InputError, DoesNotFit.
+        `limits`: of limits_for. `stores`: folders on drives. `by_rule`: without a search. Raises InputError,
+        DoesNotFit.
         """
         o, wanted = self.options, self.wanted(work.sequences)
         wanted = replace(wanted, document=work.document, trained=work.trained, compared=work.compared)
@@ -226,7 +227,7 @@ class Planner:
         first = first_plan(self.cfg, limits, wanted, drive=not o.assume or bool(machine.ssd))
         if o.assume:
             check_drive(Forecast(self.cfg, first, machine, limits, work, files))
-        if not self.on_cuda:
+        if not self.on_cuda or by_rule:
             return first, machine
         if first.uses("ssd") and not o.assume:
             with screen.clock().at("probe"):  # anew for a resumed run: drives change

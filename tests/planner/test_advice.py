@@ -7,7 +7,7 @@ import pytest
 from plans import SEVEN_B
 
 from trireme.engine.plan import DoesNotFit, Limits, Plan
-from trireme.engine.planner.advice import Row, check_drive, elsewhere, faster, fitting
+from trireme.engine.planner.advice import Row, check_drive, elsewhere, faster
 from trireme.engine.planner.choose import first_plan
 from trireme.engine.planner.forecast import Files, Forecast, Work
 from trireme.engine.planner.lines import machine_lines
@@ -45,17 +45,6 @@ def test_a_quantized_base_is_advised_before_hardware():
     assert [change.free for change in changes] == sorted((change.free for change in changes), reverse=True)
     other = replace(f, cfg=packed).again()
     assert changes[0].step_s == pytest.approx(other.step.step_s, rel=0.02)
-
-
-def test_what_fits_with_a_quantized_base_is_named():
-    cfg, packed = adapters("llama-3.3-70b")
-    m, work, wanted = assume("gpu=rtx4090,ram=64GiB"), Work(2048, 1, 1000), Wanted(((2048, 1),), record=1 << 25)
-    f = Forecast(cfg, first_plan(cfg, m.limits, wanted, drive=False), m, m.limits, work)
-    with pytest.raises(DoesNotFit):
-        check_drive(f)
-    fit = fitting({"--base nf4": packed, "--base none": cfg}, m, m.limits, wanted, work)
-    assert list(fit) == ["--base nf4"]
-    assert fit["--base nf4"].speed > 100
 
 
 @pytest.mark.full
