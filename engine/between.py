@@ -139,8 +139,8 @@ def save_to_store(placement: Placement, progress: Progress = silent) -> None:
         progress(placement.layout(entry).span)
 
 
-def load_from_store(placement: Placement, progress: Progress, everything: bool = True) -> None:
-    """Reads and verifies what is stored on GPUs or in RAM; with `everything` also verifies what stays on the SSD.
+def load_from_store(placement: Placement, progress: Progress) -> None:
+    """Reads and verifies what is stored on GPUs or in RAM; also verifies what stays on the SSD.
 
     Raises StoreError, and Damaged, a StoreError, for a wrong checksum. Also on errors, of `progress` too, nothing is in
     flight afterwards.
@@ -157,7 +157,7 @@ def load_from_store(placement: Placement, progress: Progress, everything: bool =
         progress(span)
 
     try:
-        for entry, buffer in _places(placement, everything):
+        for entry, buffer in _places(placement):
             while len(coming) == READ_AHEAD or any(buffer is taken for _, taken, _ in coming):
                 arrive()
             coming.append((entry, buffer, placement.start("verify", placement.shards_of(entry), buffer)))
@@ -167,10 +167,10 @@ def load_from_store(placement: Placement, progress: Progress, everything: bool =
         wait([future for _, _, moving in coming for future in moving])
 
 
-def _places(placement: Placement, everything: bool) -> Iterator[tuple[Entry, Tensor]]:
+def _places(placement: Placement) -> Iterator[tuple[Entry, Tensor]]:
     """Each entry with a buffer in RAM to read it to: its own, or in turn those of a pool, or the staging buffer."""
     turns: dict[tuple[What, str], Iterator[Tensor]] = {}
-    for entry in placement.entries(everything):
+    for entry in placement.entries():
         stored = placement.in_ram(entry)
         if stored is not None:
             yield entry, stored

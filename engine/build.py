@@ -150,6 +150,7 @@ class Inputs:
     pairs: int  # (query, key) pairs in a layer's attention
     packed: tuple[Packed, ...] = ()  # on each GPU
     docs: Documents | None = None  # in RAM
+    kl: Inputs | None = None  # of kto: the answers' counterparts, which are only read forward
 
     def on(self, gpu: int) -> Packed:
         """The tensors on a GPU."""
@@ -178,14 +179,17 @@ class MicroBatch(Protocol):
     @property
     def taught(self) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None: ...  # of labels, as head.Shares
 
+    def halves(self) -> tuple[MicroBatch, MicroBatch]: ...  # of kto: the answers, their counterparts
+
 
 def inputs_on(
     cfg: ModelConfig,
     micro_batch: MicroBatch,
     places: Sequence[tuple[Tables, torch.device | str]],
+    apart: bool = False,
 ) -> Inputs:
-    """A micro-batch on each of the places: (tables from rope_tables, device)."""
-    return placed(in_ram(cfg, micro_batch), places)
+    """A micro-batch on each of the places: (tables from rope_tables, device). `apart`: as of in_ram."""
+    return placed(in_ram(cfg, micro_batch, apart=apart), places)
 
 
 class InRam(NamedTuple):
@@ -204,6 +208,7 @@ class InRam(NamedTuple):
     factors: Tensor | None = None  # (N,) fp32: weights of documents
     shares: Shares | None = None
     dropout: Dropout | None = None
+    kl: InRam | None = None  # as of Inputs
 
     @property
     def weight(self) -> float:
@@ -213,10 +218,15 @@ class InRam(NamedTuple):
         return self.trained if self.factors is None else float(self.factors[self.loss_rows].double().sum())
 
 
-def in_ram(cfg: ModelConfig, micro_batch: MicroBatch, pinned: bool = False, noise: Noise | None = None) -> InRam:
+def in_ram(
+    cfg: ModelConfig, micro_batch: MicroBatch, pinned: bool = False, noise: Noise | None = None, apart: bool = False
+) -> InRam:
     """Makes the tensors of a micro-batch in RAM. `pinned`: in pinned memory, so that copies to a GPU are
-    asynchronous.
+    asynchronous. `apart`: for training with kto, of the answers alone, with their counterparts as `kl`.
     """
+    if apart:
+        answers, counterparts = (in_ram(cfg, half, pinned) for half in micro_batch.halves())
+        return answers._replace(of_docs=documents_of(micro_batch), kl=counterparts, noise=noise)
     pin = Tensor.pin_memory if pinned else lambda tensor: tensor
     given = micro_batch.ids, micro_batch.labels, np.flatnonzero(micro_batch.labels >= 0)
     ids, labels, loss_rows = (pin(torch.from_numpy(array.astype(np.int64))) for array in given)
@@ -263,7 +273,7 @@ def dealt(batch: Sequence[InRam], host: int, hosts: int) -> Sequence[InRam]:
     first = batch[0]
     no_label = torch.full_like(first.labels, -100)
     unlabelled = first._replace(trained=0, labels=no_label, loss_rows=first.loss_rows[:0], idle=True, factors=None)
-    return shares(batch, hosts)[host] or [unlabelled._replace(of_docs=None)]
+    return shares(batch, hosts)[host] or [unlabelled._replace(of_docs=None, kl=None)]
 
 
 def shares(batch: Sequence[InRam], hosts: int) -> list[Sequence[InRam]]:
@@ -291,7 +301,8 @@ def placed(
         shares = mb.shares and Shares(*map(move, mb.shares))
         rows = Rows(ops.place_docs(mb.docs, device), tables, counts, noise, mb.dropout)
         packed.append(Packed(ids, labels, loss_rows, rows, factors, shares, correct))
-    return Inputs(mb.tokens, mb.trained, mb.pairs, tuple(packed), mb.of_docs)
+    kl = placed(mb.kl, places) if mb.kl else None
+    return Inputs(mb.tokens, mb.trained, mb.pairs, tuple(packed), mb.of_docs, kl)
 
 
 class Ahead(Generic[Key, Value]):

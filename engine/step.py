@@ -66,7 +66,7 @@ def train_step(
     if not trained:
         raise InputError(f"step {step}: none of its tokens has a label. Leave rows without labels out of the data.")
     if comparison and comparison.of.method == "kto":
-        measure = partial(comparison.measure, evaluate(e, batch), e.gradients.gather)
+        measure = partial(comparison.measure, evaluate(e, [mb.kl for mb in batch if mb.kl]), e.gradients.gather)
         e.queues.run(numbered("compute", e.gpu(e.geo.head)), "other", "divergence", measure)
     _forward(e, batch, train=True)
     e.optimizer.begin(step, lr)

@@ -390,9 +390,11 @@ class Run:
     def batch(self, step: int) -> list[InRam]:
         """The micro-batches of a step, from 0. Runs in another thread."""
         job, first, made = self.job, 0, list[InRam]()
+        apart = job.options.method == "kto"
         for mb in job.data.step(step, job.options.batch_size, job.rows):
-            made.append(in_ram(job.cfg, mb, job.on_gpu, noise_of(job, step, mb, first)))
-            first += sum(mb.lengths)
+            trained = mb.halves()[0] if apart else mb
+            made.append(in_ram(job.cfg, mb, job.on_gpu, noise_of(job, step, trained, first), apart))
+            first += sum(trained.lengths)
         return with_dropout(job.cfg, made, job.options.seed, step)
 
     def record(self, stats: StepStats, rate: float, batch: Sequence[InRam], seconds: float, read: float) -> Record:

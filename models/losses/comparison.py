@@ -2,7 +2,7 @@
 
 The head's losses give log-probabilities of documents; `compare` makes losses of pairs from them, whose derivatives are
 the factors of the tokens' losses in backward. A pair is in one micro-batch, so its factors need no other; of kto they
-need the KL divergence of the step, which a pass without gradients measures before.
+need the KL divergence of the step, which a pass without gradients over their counterparts measures before.
 """
 
 from __future__ import annotations
@@ -34,15 +34,23 @@ class Comparison:
         """(N,) fp32 of micro-batch b's losses by token, which are (N,) fp32; zero on a host without documents."""
         if not (own := self.docs[self.host]):
             return torch.zeros_like(losses)
-        self.logps[b] = own[b].sums(losses.cpu().numpy())
-        slopes = compare(self.of, own[b], self.logps[b], self.kl).slopes
-        return torch.from_numpy(np.repeat(-slopes, own[b].lengths).astype(np.float32)).to(losses.device)
+        trained = slice(None, None, 2 if self.of.method == "kto" else 1)  # of kto's pairs the answers
+        docs = own[b].chosen(trained)
+        self._keep(b, trained, docs, losses)
+        slopes = compare(self.of, own[b], self.logps[b], self.kl).slopes[trained]
+        return torch.from_numpy(np.repeat(-slopes, docs.lengths).astype(np.float32)).to(losses.device)
 
     def measure(self, losses: Sequence[Tensor], gather: Gather) -> None:
-        """Sets `kl`, from losses of all micro-batches before the step."""
-        own = self.docs[self.host]
-        self.logps = {b: docs.sums(of.cpu().numpy()) for b, (docs, of) in enumerate(zip(own, losses, strict=False))}
+        """Sets `kl`, from losses of the counterparts of all answers, before the step."""
+        counterparts = slice(1, None, 2)
+        for b, (docs, of) in enumerate(zip(self.docs[self.host], losses, strict=False)):
+            self._keep(b, counterparts, docs.chosen(counterparts), of)
         self.kl = compare(self.of, *self._all(gather)).kl
+
+    def _keep(self, b: int, which: slice, docs: Documents, losses: Tensor) -> None:
+        """Sets logps of some documents of micro-batch b from the losses of their tokens."""
+        self.logps.setdefault(b, np.zeros(len(self.docs[self.host][b].lengths)))
+        self.logps[b][which] = docs.sums(losses.cpu().numpy())
 
     def conclude(self, gather: Gather) -> list[Tensor]:
         """Fills `metrics`. Returns on host 0 the pairs' losses times their weights, (P,) float64."""

@@ -46,6 +46,9 @@ class Documents(NamedTuple):
     weights: np.ndarray  # (2P,) float64; of kto's undesirable answers below 0
     reference: np.ndarray  # (2P,) float64: logps; 0 where there is none. Of rewards a pair's first: its margin
 
+    def chosen(self, which: slice) -> Documents:
+        return Documents(*(each[which] for each in self))
+
     @property
     def pairs(self) -> np.ndarray:
         """Weight of each pair, (P,)."""

@@ -5,6 +5,7 @@ from dataclasses import replace
 from functools import cache
 from random import Random
 
+import numpy as np
 import pytest
 import torch
 from engines import (
@@ -51,7 +52,7 @@ from stores import OneDrive
 from trireme.engine import geometry
 from trireme.engine.between import Reader
 from trireme.engine.buffers import usage
-from trireme.engine.build import Inputs, build, inputs_on
+from trireme.engine.build import Inputs, build, documents_of, in_ram, inputs_on, placed
 from trireme.engine.placement import Entry
 from trireme.engine.plan import TIERS, UnitPlan
 from trireme.engine.planner.rates import Rates
@@ -63,7 +64,7 @@ from trireme.engine.step import evaluate, train_step
 from trireme.engine.updates import AdamW
 from trireme.models import model
 from trireme.models.config import InputError, Teaching, with_experts
-from trireme.models.losses.preferences import Preference
+from trireme.models.losses.preferences import Preference, compare, joined
 from trireme.models.rows import rope_tables
 from trireme.models.sizes import narrow, shapes
 
@@ -358,7 +359,7 @@ def test_what_is_simulated_is_what_runs(drawn, evaluations, method):
     real.tracing = True
     steps, preference = data_of(cfg, plan.n_micro, method)
     for i, step in enumerate(steps, 1):
-        micro = [inputs_on(runs.cfg, mb, [(tables, "cpu")] * plan.gpus) for mb in step]
+        micro = [inputs_on(runs.cfg, mb, [(tables, "cpu")] * plan.gpus, method == "kto") for mb in step]
         real.trace()
         simulated.begin()
         for e, batch in ((runs, micro), (thought, [_without_tensors(mb) for mb in micro])):
@@ -373,7 +374,7 @@ def test_what_is_simulated_is_what_runs(drawn, evaluations, method):
 
 
 def _without_tensors(mb: Inputs) -> Inputs:
-    return replace(mb, packed=())
+    return replace(mb, packed=(), kl=mb.kl and _without_tensors(mb.kl))
 
 
 def handed_over(plan) -> list[tuple[str, str, str]]:
@@ -467,6 +468,21 @@ def test_codes_that_would_take_too_much_of_a_gpu_are_made_by_each_product(monkey
         assert torch.equal(value, weights[name]), name
     e.queues.close()
     geometry.geometry.cache_clear()
+
+
+def test_ktos_counterparts_are_only_read_forward():
+    """With the loss and the divergence of all documents in one pass, and half of the work behind it."""
+    (step,), of = pairs(LLAMA, 1, 3, 24, kto=True), Preference("kto")
+    e = make(LLAMA, gpu_plan(LLAMA, n_micro=3), RealQueues("cpu", extra=("poison",)))
+    places = [(rope_tables(LLAMA, 64, "cpu"), "cpu")]
+    docs, losses = [documents_of(mb) for mb in step], evaluate(e, [inputs_on(LLAMA, mb, places) for mb in step])
+    logps = np.concatenate([each.sums(loss.numpy()) for each, loss in zip(docs, losses, strict=True)])
+    expected = compare(of, joined(docs), logps)
+    micro = [in_ram(LLAMA, mb, apart=True) for mb in step]
+    stats = train_step(e, [placed(mb, places) for mb in micro], 1, 1e-3, sum(mb.weight for mb in micro), of)
+    assert stats.loss == pytest.approx(expected.loss, rel=1e-6)
+    assert stats.metrics == pytest.approx(expected.metrics(), rel=1e-5)
+    assert sum(mb.tokens for mb in micro) + sum(mb.kl.tokens for mb in micro) == sum(len(mb.ids) for mb in step)
 
 
 def test_where_nothing_is_trained_a_step_is_an_evaluation():

@@ -25,6 +25,7 @@ import torch
 from trireme.engine import geometry
 from trireme.engine.between import Reader
 from trireme.engine.build import Engine, InRam, build, in_ram, placed, with_dropout
+from trireme.engine.data.dataset import MicroBatch
 from trireme.engine.exchange import Exchange, fetch, fill, fill_base
 from trireme.engine.memory import Buffer, Pool
 from trireme.engine.plan import TIERS, Limits, Plan, UnitPlan
@@ -305,6 +306,9 @@ class Batch:
         labels[np.cumsum(lengths) - 1] = -100
         self.labels = labels
 
+    def halves(self):
+        return MicroBatch(self.ids, self.labels, self.lengths, self.weights, self.reference).halves()
+
 
 def batches(cfg: ModelConfig, steps: int, n_micro: int, tokens: int) -> list[list[Batch]]:
     third = tokens // 3
@@ -462,7 +466,8 @@ def train(
     updates applied at the end. `between(i, micro)` is called after i steps with the first step's micro-batches on the
     device. `of`: the steps of all hosts."""
     places = [(rope_tables(e.cfg, 64, device), device) for device in e.queues.devices]
-    made = [[mb if isinstance(mb, InRam) else in_ram(e.cfg, mb) for mb in step] for step in steps]
+    kto = bool(preference) and preference.method == "kto"
+    made = [[mb if isinstance(mb, InRam) else in_ram(e.cfg, mb, apart=kto) for mb in step] for step in steps]
     made = [with_dropout(e.cfg, step, 0, i) for i, step in enumerate(made)]
     first = [placed(mb, places) for mb in made[0]]
     weight = BALANCE if e.cfg.experts and not e.cfg.experts.sigmoid else 0.0

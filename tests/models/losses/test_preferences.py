@@ -130,30 +130,40 @@ def test_an_answer_that_is_certain_has_finite_odds():
 
 
 @pytest.mark.parametrize("case", ["dpo", "kto"])
-def test_micro_batches_share_a_comparison(case):
-    """Sums over each document's tokens, and a factor for each token."""
+def test_micro_batches_and_hosts_share_a_comparison(case):
+    """Sums over each document's tokens, and a factor for each token; of kto its counterparts are read before."""
     p = of(case)
     docs, _ = documents(p.method)
     parts = [Documents(*(each[:2] for each in docs)), Documents(*(each[2:] for each in docs))]
     losses = torch.rand(int(docs.lengths.sum()))
-    alone = lambda logps: None
-    whole, split = Comparison(p, [[docs]]), Comparison(p, [parts])
-    whole.run([losses], alone)
     pieces = losses.split([int(part.lengths.sum()) for part in parts])
-    split.run(pieces, alone)
-    assert torch.equal(torch.cat(split.factors), whole.factors[0])
-    assert torch.equal(split.losses[0], whole.losses[0])
     logps = torch.from_numpy(docs.sums(losses.numpy()))
-    for host, own in enumerate(([pieces[0]], [pieces[1]], [torch.zeros(3)])):  # the last without a document
-        gather = lambda found: [
-            each.copy_(of) for each, of in zip(found, logps.split([2, len(logps) - 2, 0]), strict=True)
-        ]
-        hosts = Comparison(p, [parts[:1], parts[1:], []], host)
-        hosts.run(own, gather)
-        assert torch.equal(hosts.factors[0], split.factors[host] if host < 2 else torch.zeros(3))
-        assert [each.tolist() for each in hosts.losses] == [whole.losses[0].tolist()] * (host == 0)
-        assert hosts.metrics == whole.metrics
     sums = np.array([float(part.double().sum()) for part in losses.split(docs.lengths.tolist())])
-    np.testing.assert_allclose(docs.sums(losses.numpy()), -sums, rtol=1e-12)
-    found = compare(p, docs, -sums)
-    np.testing.assert_allclose(whole.factors[0], np.repeat(-found.slopes, docs.lengths), rtol=1e-6)
+    np.testing.assert_allclose(logps, -sums, rtol=1e-12)
+    expected = compare(p, docs, logps.numpy())
+    trained = slice(None, None, 2 if case == "kto" else 1)
+
+    def tokens(b, which):
+        return torch.cat(pieces[b].split(parts[b].lengths.tolist())[which])
+
+    def factors(made, own, gather):
+        if case == "kto":
+            made.measure([tokens(b, slice(1, None, 2)) for b in own], gather)
+        return [made.factors(i, tokens(b, trained)) for i, b in enumerate(own)]
+
+    both = Comparison(p, [parts])
+    found = factors(both, (0, 1), lambda parts: None)
+    wanted = np.repeat(-expected.slopes[trained], docs.lengths[trained])
+    np.testing.assert_allclose(torch.cat(found), wanted, rtol=1e-6)
+    (pairs,) = both.conclude(lambda parts: None)
+    assert pairs.tolist() == (expected.weights * expected.losses).tolist()
+    assert both.metrics == expected.metrics()
+    gather = lambda given: [
+        each.copy_(part) for each, part in zip(given, logps.split([2, len(logps) - 2, 0]), strict=True)
+    ]
+    for host, own in enumerate([(0,), (1,), ()]):  # the last without a document
+        alone = Comparison(p, [parts[:1], parts[1:], []], host)
+        assert all(map(torch.equal, factors(alone, own, gather), [found[b] for b in own]))
+        assert own or torch.equal(alone.factors(0, torch.rand(3)), torch.zeros(3))
+        assert [each.tolist() for each in alone.conclude(gather)] == [pairs.tolist()] * (host == 0)
+        assert alone.metrics == both.metrics
