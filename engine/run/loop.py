@@ -89,10 +89,10 @@ def train(options: Options, more: Sequence[Tracker] = ()) -> Path:
     Raises InputError, CheckpointError, DoesNotFit, StoreError, LostHost, Interrupted.
     """
     check_paths(options)
-    options = hub.fetched(folder.named(options))
-    out = Path(options.out)
     if not here().host:
         push.check(options)
+    options = hub.fetched(folder.named(options))
+    out = Path(options.out)
     here().agree("options", config_file.saved(replace(options, store=())), "Start all with the same command")
     if options.dry_run and not options.resume:
         dry_run(options)

@@ -19,6 +19,7 @@ __all__ = [
     "finetune",
     "plan",
     "sample",
+    "score",
 ]
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
         finetune,
         plan,
         sample,
+        score,
     )
 else:
 

@@ -88,6 +88,10 @@ class Handler(BaseHTTPRequestHandler):
             if there := self.repo(found[1], found[2] or "main", content=False):
                 files = [{"rfilename": name, "size": len(data)} for name, data in there[1].items()]
                 self.json({"id": found[1].partition("/")[2], "sha": there[0], "siblings": files, "tags": []})
+        elif found := re.fullmatch(r"/api/((?:models|datasets)/[^/]+/[^/]+)/tree/([^/]+)/?", path):
+            if there := self.repo(found[1], found[2], content=False):
+                self.json([{"type": "file", "path": n, "size": len(d), "oid": hashlib.sha1(d).hexdigest()}
+                           for n, d in there[1].items()])  # fmt: skip
         elif found := re.fullmatch(r"/(datasets/)?([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path):
             if there := self.repo(f"{found[1] or 'models/'}{found[2]}", found[3], content=True):
                 self.file(there[0], there[1].get(found[4]), found[4])

@@ -141,14 +141,14 @@ def opens(model: str) -> str:
 
 def fetched(options: Options) -> Options:
     """The options with paths in place of names on the hub. Raises InputError, OSError."""
-    model = folder_of(options.model, options.dry_run)
-    teacher = options.teacher and folder_of(options.teacher, options.dry_run)
     data, val = [path for text in options.data for path in _data(text)], options.val
     if val and data_name(val):
         files = _data(val)
         if len(files) > 1:
             raise InputError(f"--val {val}: {len(files)} files, and it takes one. Name it: --val {written(files[0])}.")
         val = files[0]
+    model = folder_of(options.model, options.dry_run)  # the largest last
+    teacher = options.teacher and folder_of(options.teacher, options.dry_run)
     return replace(options, model=model, teacher=teacher, data=tuple(data), val=val)
 
 

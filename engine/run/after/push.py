@@ -30,13 +30,14 @@ def run(options: Push) -> None:
 
 def check(options: Options) -> None:
     """Raises InputError before training if it is known already that the output cannot be uploaded."""
-    if options.push and (options.lora or options.adapter) and not base_of(options.model)[1]:
+    if not options.push:
+        return
+    if (options.lora or options.adapter) and not (model_name(options.model) or base_of(options.model)[1]):
         raise InputError(
             f"--push {options.push}: adapters name their base, and {options.model} is a folder of this machine. Name "
             "the base by its name on the hub, or merge the adapter and upload that: trireme push DIR OWNER/NAME."
         )
-    if options.push:
-        _free(options.push).whoami()
+    _free(options.push)
 
 
 def upload(out: Path, name: str) -> None:

@@ -72,7 +72,7 @@ def _translated(show: bool = False) -> Iterator[None]:
             message, code = cli.explained(error)  # raises what is a bug
             failed = KINDS.get(code, DeviceError)(message)
     if failed:
-        raise failed  # without the chain of errors behind it
+        raise failed from None
 
 
 # ---------------------------------------------------------------- results
@@ -200,10 +200,11 @@ def sample(folder: str | Path, prompt: Prompt | Sequence[Prompt], **options: Any
     """
     from trireme.engine.run.after import sample as command  # late: torch takes seconds
 
-    one = isinstance(prompt, str) or (len(prompt) > 0 and all(isinstance(message, Mapping) for message in prompt))
+    several = isinstance(prompt, Sequence) and not isinstance(prompt, str)
+    one = not several or (len(prompt) > 0 and all(isinstance(message, Mapping) for message in prompt))
     prompts: Sequence[Any] = [prompt] if one else list(prompt)
     with _translated():
-        if not prompts or not all(isinstance(each, (str, Sequence)) for each in prompts):
+        if not prompts or not all(isinstance(each, Sequence) for each in prompts):
             raise InputError(f"prompt: {prompt!r:.60}: expected a text, a list of messages, or a list of these.")
         o = Sample.of({**options, "folder": folder})
         row_of = lambda each: {"prompt": each} if isinstance(each, str) else {"messages": list(each)}

@@ -1,0 +1,193 @@
+"""eval, score and merge of finished runs: the run's own numbers, those of transformers, wherever the weights lie."""
+
+import json
+import math
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from finished_runs import CLASSES, PAIRS, RUNS, last_eval
+from runs import write_rows
+from safetensors.numpy import load_file
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+
+import trireme
+
+pytestmark = pytest.mark.grid
+METHOD = {"dpo": ["--method", "dpo"]}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", RUNS)
+def test_eval_says_what_the_run_has_said_last(name, finished, said):
+    out, data = finished(name)
+    printed, _ = said("eval", out, "--data", data, *METHOD.get(name, []))
+    wanted = last_eval(out)
+    assert f"loss {wanted['eval_loss']:.4f}" in printed
+    figures = trireme.evaluate(out, data, **({"method": "dpo"} if name == "dpo" else {}))
+    assert figures["loss"] == pytest.approx(wanted["eval_loss"], abs=1e-6)
+    key = "rewards/accuracies" if name == "dpo" else "accuracy"
+    assert figures[key] == pytest.approx(wanted[f"eval_{key}"], abs=1e-6)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["full", "lora"])
+def test_small_memory_changes_no_bit(name, finished, said, tmp_path):
+    """Weights are read from the drive in each pass, in place or from a copy."""
+    out, data = finished(name)
+    whole = trireme.evaluate(out, data)
+    small = ("--gpu-memory", "3MiB", "--ram", "2MiB")
+    assert "read from the drive" in said("eval", out, "--data", data, *small)[1]
+    assert trireme.evaluate(out, data, gpu_memory="3MiB", ram="2MiB") == whole
+    words, small = ("sample", out, "--prompt", "the cat", "--max-new-tokens", "6"), ("--gpu-memory", "4MiB", *small[2:])
+    text, lines = said(*words, *small)
+    assert "read from the drive" in lines
+    assert text == said(*words)[0]
+
+
+@pytest.mark.full
+def test_loss_is_that_of_transformers(finished, tmp_path):
+    """Of the merged model and of the adapter."""
+    out, data = finished("lora")
+    model = AutoModelForCausalLM.from_pretrained(out / "merged", dtype=torch.float32)
+    ids = torch.tensor(AutoTokenizer.from_pretrained(out / "merged").encode("the cat sat on the mat"))
+    write_rows(tmp_path / "ids.jsonl", [{"input_ids": ids.tolist(), "labels": ids.tolist()}])
+    with torch.no_grad():
+        loss = float(torch.nn.functional.cross_entropy(model(ids[None]).logits[0, :-1], ids[1:]))
+    for folder in (out, out / "merged"):
+        figures = trireme.evaluate(folder, tmp_path / "ids.jsonl")
+        assert figures["loss"] == pytest.approx(loss, abs=2e-5)
+        assert figures["perplexity"] == pytest.approx(math.exp(loss), rel=1e-4)
+
+
+@pytest.mark.full
+def test_merged_later_it_is_the_same(finished, said, tmp_path):
+    out, _ = finished("lora")
+    said("merge", out, "--out", tmp_path / "later")
+    names = {p.name for p in (out / "merged").iterdir()}
+    assert {p.name for p in (tmp_path / "later").iterdir()} == names
+    assert all((tmp_path / "later" / n).read_bytes() == (out / "merged" / n).read_bytes() for n in names)
+
+
+# ---------------------------------------------------------------- scores
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["classify", "reward"])
+def test_labels_and_rewards_are_those_of_transformers(name, finished, said, tmp_path):
+    """Rows need no label, and may be of any form; those of the file are not read."""
+    out, _ = finished(name)
+    rows = [{"text": row["text"]} for row in CLASSES] if name == "classify" else [
+        {"text": row["prompt"] + row[side]} for row in PAIRS for side in ("chosen", "rejected")
+    ]  # fmt: skip
+    write_rows(tmp_path / "texts.jsonl", rows)
+    said("score", out, "--data", tmp_path / "texts.jsonl", "--out", tmp_path / "scores")
+    records = [json.loads(line) for line in (tmp_path / "scores/000.jsonl").read_text().splitlines()]
+    model = AutoModelForSequenceClassification.from_pretrained(out, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(out)
+    assert [record["row"] for record in records] == list(range(len(rows)))
+    for row, record in zip(rows, records, strict=True):
+        ids = torch.tensor([tokenizer.encode(row["text"], add_special_tokens=False)])
+        with torch.no_grad():
+            scores = model(ids).logits[0]
+        if name == "reward":
+            assert record["reward"] == pytest.approx(float(scores), abs=1e-4)
+        else:
+            chances = scores.softmax(0).tolist()
+            assert list(record["probabilities"].values()) == pytest.approx(chances, abs=1e-5)
+            assert record["label"] == model.config.id2label[int(scores.argmax())]
+            assert record["probability"] == pytest.approx(max(chances), abs=1e-5)
+
+
+@pytest.fixture
+def scored(finished, said, tmp_path):
+    """(the model, the folder of scores, what calls the command again)"""
+    out, data = finished("full")
+    words = ("score", out, "--data", data, "--out", tmp_path / "scores", "--top-k", "3")
+    said(*words)
+    return out, tmp_path / "scores", lambda code=0, *others: said(*words, *others, code=code)
+
+
+@pytest.mark.full
+def test_log_probabilities_are_those_of_transformers(scored):
+    out, folder, _ = scored
+    (part,) = (folder / "000").iterdir()
+    scores = load_file(part)
+    model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(out)
+    texts, n = Path(out.parent / "stories.txt").read_text().split("\n<|endoftext|>\n"), scores["trained"][0]
+    ids = torch.tensor(tokenizer.encode(texts[scores["document"][0]], add_special_tokens=False))
+    ids = ids[scores["start"][0] :][: n + 1]
+    with torch.no_grad():
+        logps = model(ids[None]).logits[0].log_softmax(-1)[:-1]
+    assert scores["label"][:n].tolist() == ids[1:].tolist()
+    own = logps.gather(1, ids[1:, None])[:, 0]
+    assert scores["logp"][0] == pytest.approx(float(own.sum()), abs=1e-3)
+    top = logps.topk(3)
+    assert np.array_equal(scores["ids"][:n], top.indices.numpy())
+    assert np.allclose(scores["logps"][:n], top.values.numpy(), atol=2e-2)
+    rest = torch.log1p(-top.values.exp().sum(1))
+    assert np.allclose(scores["rest"][:n], rest.numpy(), atol=1e-3)
+
+
+@pytest.mark.full
+def test_scores_are_continued_and_never_mixed(scored, tmp_path):
+    """Parts that are there stay; others' and damaged ones are refused."""
+    _, folder, again = scored
+    (part,) = (folder / "000").iterdir()
+    before, scores = part.read_bytes(), load_file(part)
+    stamp = part.stat().st_mtime_ns
+    again()
+    assert part.stat().st_mtime_ns == stamp
+    part.unlink()
+    again()
+    assert all(np.array_equal(values, scores[name]) for name, values in load_file(part).items())
+    part.write_bytes(before[:-1] + bytes([before[-1] ^ 1]))
+    assert "damaged" in again(2)[1]
+    part.write_bytes(before)
+    assert "Name another folder" in again(2, "--top-k", "4")[1]
+
+
+# ---------------------------------------------------------------- refusals
+
+REFUSED = {  # case -> (words, what the line names); FULL, CLASSES, ADAPTER: folders of finished runs
+    "no folder": (["eval", "nowhere", "--data", "x.txt"], "nowhere"),
+    "no data": (["eval", "FULL"], "--data FILE"),
+    "no data of that name": (["eval", "FULL", "--data", "nope.txt"], "nope.txt"),
+    "a base without an adapter": (["eval", "FULL", "--model", "x", "--data", "x.txt"], "--model"),
+    "too long": (["eval", "FULL", "--data", "x.txt", "--seq-len", "99999"], "positions"),
+    "a reference without a method": (["eval", "FULL", "--data", "x.txt", "--reference", "FULL"], "--reference"),
+    "preferences of a classifier": (["eval", "CLASSES", "--data", "x.txt", "--method", "dpo"], "--method"),
+    "a number format of training": (["eval", "FULL", "--data", "x.txt", "--dtype", "fp8"], "--dtype"),
+    "an unknown option": (["eval", "FULL", "--data", "x.txt", "--rank", "3"], "--rank"),
+    "text of a classifier": (["sample", "CLASSES", "--prompt", "x"], "trireme score"),
+    "no prompt": (["sample", "FULL"], "--prompt TEXT"),
+    "two kinds of prompts": (["sample", "FULL", "--prompt", "x", "--chat"], "--chat"),
+    "chat without a template": (["sample", "FULL", "--chat"], "--chat-template plain"),
+    "a system message without one": (["sample", "FULL", "--prompt", "x", "--system", "y"], "--system"),
+    "sampling that is greedy": (["sample", "FULL", "--prompt", "x", "--top-p", "0.5"], "--temperature"),
+    "no folder of scores": (["score", "FULL", "--data", "x.txt"], "--out DIR"),
+    "no adapter": (["merge", "FULL", "--out", "y"], "adapter_config.json"),
+    "no place": (["merge", "ADAPTER"], "--out DIR"),
+    "a full place": (["merge", "ADAPTER", "--out", "ADAPTER"], "Name another folder"),
+    "another base": (["merge", "ADAPTER", "--out", "y", "--model", "bytes"], "for this model"),
+    "no name": (["push", "FULL"], "OWNER/NAME"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_done_is_one_line(case, finished, said, tmp_path, monkeypatch, byte_model):
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(byte_model, "bytes")
+    Path("x.txt").write_text("the cat sat\n")
+    before = sorted(tmp_path.rglob("*"))
+    folders = {"FULL": "full", "CLASSES": "classify", "ADAPTER": "lora"}
+    words, culprit = REFUSED[case]
+    argv = [str(finished(folders[word])[0]) if word in folders else word for word in words]
+    _, err = said(*argv, code=2)
+    line = err.splitlines()[-1]
+    assert line.startswith("error: ")
+    assert culprit in line
+    assert sorted(tmp_path.rglob("*")) == before
