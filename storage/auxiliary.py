@@ -10,8 +10,9 @@ from trireme.storage.headers import CheckpointError
 from trireme.storage.untrusted import SMALL, is_plain, parse_json, read_small
 
 SUFFIXES = {".json", ".jinja", ".model", ".tiktoken", ".txt"}
+CODE, MODULES = ".py", "modules.json"  # of auto_map, copied and never run; of sentence-transformers: names folders
 TEMPLATES = "additional_chat_templates"
-TEMPLATE, CONFIG = "chat_template.jinja", "tokenizer_config.json"
+TEMPLATE, CONFIG, TOKENIZER = "chat_template.jinja", "tokenizer_config.json", "tokenizer.json"
 ENDS = ("config.json", "generation_config.json")  # name the end token
 CONTENT = Path | bytes  # to copy, or to write
 BLOB = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")  # hashes that name files of download caches
@@ -95,23 +96,46 @@ def is_auxiliary(name: str) -> bool:
 
 def _looks_alike(folder: Path) -> dict[str, str]:
     """All files that look like auxiliary ones: name -> why it is not copied, or ""."""
-    found = [p for p in folder.iterdir() if p.suffix in SUFFIXES and not p.name.endswith(".index.json")]
-    found += (folder / TEMPLATES).glob("*.jinja")
-    return {str(p.relative_to(folder)): _unfit(folder, p) for p in found if not p.name.startswith(".")}
+    code = any(b'"auto_map"' in _content(folder / name) for name in (ENDS[0], CONFIG))
+    suffixes = SUFFIXES | ({CODE} if code else set())
+    files = [p for p in folder.iterdir() if p.suffix in suffixes and not p.name.endswith(".index.json")]
+    files += (folder / TEMPLATES).glob("*.jinja")
+    files += [path for module in _modules(folder) for path in module.iterdir()]
+    return {str(p.relative_to(folder)): _unfit(folder, p) for p in files if not p.name.startswith(".")}
+
+
+def _modules(folder: Path) -> list[Path]:
+    """The folders that modules.json names, such as 1_Pooling."""
+    try:
+        named = json.loads(_content(folder / MODULES) or "[]")
+    except (ValueError, RecursionError):
+        return []
+    paths = [str(module.get("path")) for module in named if isinstance(module, dict)] if isinstance(named, list) else []
+    plain = (folder / path for path in paths if path and is_plain(path) and "/" not in path)
+    return [path for path in plain if path.is_dir() and not path.is_symlink()]
+
+
+def _content(path: Path) -> bytes:
+    """A small file; b"" if it cannot be read."""
+    try:
+        return read_small(path, links=True)
+    except OSError:
+        return b""
 
 
 def _unfit(folder: Path, path: Path) -> str:
     """Why a file is not copied, or "".
 
-    A link out of the folder may lead to a private file. In the cache of Hugging Face files are links to blobs:
+    A link out of the folder may lead to a private file; a tokenizer is none. In the cache of Hugging Face files are links to blobs:
     snapshots/<revision>/<file> -> ../../blobs/<hash>.
     """
-    if not is_auxiliary(str(path.relative_to(folder))):
+    if not is_plain(str(path.relative_to(folder))):
         return "has no plain name"
     if not path.is_file():
         return "is not a regular file"
     root, target = folder.resolve(), path.resolve()
     cache = root.parent.parent / "blobs" if root.parent.name == "snapshots" else None
-    if not (target.is_relative_to(root) or (target.parent == cache and BLOB.fullmatch(target.name))):
-        return "is a link out of the folder"
+    inside = target.is_relative_to(root) or (target.parent == cache and BLOB.fullmatch(target.name))
+    if not inside and not (path.name == TOKENIZER and b'"model"' in _content(path)):
+        return "is a link out of the folder: OUT lacks it, copy it there"
     return f"has more than {SMALL >> 20} MiB" if path.stat().st_size > SMALL else ""

@@ -289,7 +289,8 @@ def export(
     progress: Callable[[int], None] = lambda _: None,
     check: Callable[[], None] = lambda: None,
 ) -> dict[str, str]:
-    """Writes a checkpoint to `out` with the source's files, names, shapes, dtypes, metadata and auxiliary files.
+    """Writes a checkpoint to `out` with the source's files, names, shapes, dtypes, metadata and auxiliary files. A single
+    file is called model.safetensors, the name that readers look for.
 
     fetch(name) yields new values, flat, as float32 or bf16 bits in uint16; they are rounded to the source's dtype. It
     returns None for a tensor to copy. `progress(nbytes)` is called for bytes written and read back. Files get their
@@ -297,7 +298,10 @@ def export(
     StoreError, leaving no files.
     """
     out, others = Path(out), source.others
-    files = [*others, *source.files]
+    named = (
+        {SINGLE: source.files[0]} if len(source.files) == 1 and INDEX not in others else {f: f for f in source.files}
+    )
+    files = [*others, *named]
     done: dict[str, str] = {}  # file -> checksum
     try:
         out.mkdir(parents=True, exist_ok=True)
@@ -308,7 +312,7 @@ def export(
         for file in files:
             (out / file).parent.mkdir(exist_ok=True)
             done[file] = ""
-            content = _copied(others[file]) if file in others else source.rewritten(file, fetch)
+            content = _copied(others[file]) if file in others else source.rewritten(named[file], fetch)
             write_synced(partial_of(out / file), summed(counted(content, progress), partial(done.__setitem__, file)))
         for file, written in done.items():
             if checksum(counted(stream(partial_of(out / file)), progress)) != written:

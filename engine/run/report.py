@@ -30,6 +30,7 @@ from trireme.engine.run.screen import labelled
 from trireme.engine.tuning.cached import Cached
 from trireme.engine.tuning.chosen import trained_lines
 from trireme.engine.tuning.packed import Packed
+from trireme.engine.tuning.rewritten import Rewritten
 from trireme.engine.tuning.quantized import quantized
 from trireme.models import hf
 from trireme.models.config import ModelConfig
@@ -126,7 +127,11 @@ def _base(job: Job) -> list[str]:
         how = "read from" if source.is_made() else "quantized into"
         told.append(f"{how} {source.file}, {gib(source.file_bytes)}; merges use the checkpoint's own values")
     elif not isinstance(source, Packed):
-        told.append(f"{packing.word} is decoded while it is read; the output is in bf16, also in its config.json")
+        left = source.inner.auxiliary.keys() - source.auxiliary.keys() if isinstance(source, Rewritten) else set()
+        without = f", without {', '.join(sorted(left))}" if left else ""
+        told.append(
+            f"{packing.word} is decoded while it is read; the output is in bf16, as its config.json says{without}"
+        )
     return told
 
 

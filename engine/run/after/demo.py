@@ -92,7 +92,7 @@ def make_checkpoint(folder: Path, seed: int) -> int:
         tie_word_embeddings=True, bos_token_id=0, eos_token_id=1, dtype="float32",
     )  # fmt: skip
     dice, weights = np.random.default_rng(seed), {"model.norm.weight": np.ones(WIDTH, np.float32)}
-    normal = lambda *shape: (0.02 * dice.standard_normal(shape)).astype(np.float32)
+    normal = lambda *shape: 0.02 * dice.standard_normal(shape, np.float32)
     weights["model.embed_tokens.weight"] = normal(len(words), WIDTH)
     for layer in range(LAYERS):
         shapes = {f"self_attn.{name}_proj": (WIDTH, WIDTH) for name in "qkvo"}

@@ -21,7 +21,7 @@ from trireme.engine.run import screen
 from trireme.engine.run.options import Options
 from trireme.engine.tuning import peft_config
 from trireme.models.config import InputError
-from trireme.storage.auxiliary import SUFFIXES
+from trireme.storage.auxiliary import CODE, SUFFIXES
 from trireme.storage.untrusted import parse_json, read_small, shown
 
 _REPO = r"(?P<repo>[\w.-]*\w[\w.-]*/[\w.-]+)(?:@(?P<revision>[\w./-]+?))?"
@@ -159,7 +159,7 @@ def folder_of(model: str, outline: bool = False) -> str:
         return model
     if COMMIT.fullmatch(name.revision) and name.is_complete:
         return str(name.folder)
-    folder = _download(name, [f"*{suffix}" for suffix in sorted(SUFFIXES)])
+    folder = _download(name, [f"*{suffix}" for suffix in sorted({*SUFFIXES, CODE})])
     if (folder / peft_config.CONFIG).exists():
         raise InputError(f"{name} is an adapter. Download it (hf download {name.repo}), and name it with --adapter.")
     if (folder / "config.json").exists() and not outline:
