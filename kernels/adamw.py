@@ -23,27 +23,9 @@ HALVINGS, LANE_ROWS = 10, 64  # blocks of reference.grad_finish
 @launcher
 @triton.jit(do_not_specialize=["n_decay"])
 def _adamw(
-    p_w,
-    p_lo,
-    p_m,
-    p_v,
-    p_grad,
-    p_clip,
-    n,
-    n_decay,
-    step_size,
-    beta1,
-    one_beta1,
-    beta2,
-    one_beta2,
-    inv_sqrt_bias2,
-    eps,
-    decay,
-    SPLIT: tl.constexpr,
-    WEIGHTS: tl.constexpr,
-    MOMENTS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    p_w, p_lo, p_m, p_v, p_grad, p_clip, n, n_decay, step_size, beta1, one_beta1, beta2, one_beta2, inv_sqrt_bias2, eps,
+    decay, SPLIT: tl.constexpr, WEIGHTS: tl.constexpr, MOMENTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     await_previous()
     o = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     mask = o < n
@@ -81,16 +63,9 @@ def _halve(x, HALVINGS: tl.constexpr):
 @launcher
 @triton.jit
 def _sum_squares(
-    p_x,
-    p_out,
-    p_sums,
-    n,
-    ROUND: tl.constexpr,
-    HALVINGS: tl.constexpr,
-    LANE_ROWS: tl.constexpr,
-    UNROLL: tl.constexpr,
+    p_x, p_out, p_sums, n, ROUND: tl.constexpr, HALVINGS: tl.constexpr, LANE_ROWS: tl.constexpr, UNROLL: tl.constexpr,
     STAGES: tl.constexpr,
-):
+):  # fmt: skip
     await_previous()
     LANES: tl.constexpr = 1 << HALVINGS
     o = tl.program_id(0).to(tl.int64) * (LANES * LANE_ROWS) + tl.arange(0, LANES)

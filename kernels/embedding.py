@@ -113,17 +113,9 @@ def _add_row(p_dw, i_v, o_d, b_sum, D: tl.constexpr):
 @launcher
 @triton.jit(do_not_specialize=["N"])
 def _embedding_bwd(
-    p_dw,
-    p_dy,
-    p_sorted,
-    p_order,
-    p_parts,
-    N,
-    D: tl.constexpr,
-    CHUNK: tl.constexpr,
-    ROWS: tl.constexpr,
+    p_dw, p_dy, p_sorted, p_order, p_parts, N, D: tl.constexpr, CHUNK: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
-):
+):  # fmt: skip
     """A program per place i: where a run or a chunk begins, it sums the run from there to the end of either."""
     await_previous()
     i = tl.program_id(0)

@@ -27,20 +27,9 @@ def turned(b_a, b_b, b_cos, b_sin):
 @launcher
 @triton.jit
 def _rope(
-    p_x,
-    p_cos,
-    p_sin,
-    p_positions,
-    x_n,
-    x_h,
-    H: tl.constexpr,
-    HALF: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    INVERSE: tl.constexpr,
-    STEP: tl.constexpr,
-    GAP: tl.constexpr,
-):
+    p_x, p_cos, p_sin, p_positions, x_n, x_h, H: tl.constexpr, HALF: tl.constexpr, BLOCK_H: tl.constexpr,
+    BLOCK_D: tl.constexpr, INVERSE: tl.constexpr, STEP: tl.constexpr, GAP: tl.constexpr,
+):  # fmt: skip
     await_previous()
     BLOCKS: tl.constexpr = (H + BLOCK_H - 1) // BLOCK_H
     i_n = (tl.program_id(0) // BLOCKS).to(tl.int64)

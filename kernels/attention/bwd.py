@@ -22,30 +22,10 @@ from trireme.kernels.soft_cap import cap_slope, soft_cap
 
 @triton.jit
 def _dq_range(
-    b_dq,
-    b_q,
-    b_do,
-    b_lse,
-    b_delta,
-    p_k,
-    p_v,
-    k_n,
-    v_n,
-    lo,
-    hi,
-    o_q,
-    length,
-    qk_scale,
-    window,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    V: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    WINDOWED: tl.constexpr,
-    MASKED: tl.constexpr,
-    CAP: tl.constexpr,
-):
+    b_dq, b_q, b_do, b_lse, b_delta, p_k, p_v, k_n, v_n, lo, hi, o_q, length, qk_scale, window, D: tl.constexpr,
+    BLOCK_D: tl.constexpr, V: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr, WINDOWED: tl.constexpr,
+    MASKED: tl.constexpr, CAP: tl.constexpr,
+):  # fmt: skip
     """Adds ds k over keys [lo, hi)."""
     o_d = tl.arange(0, BLOCK_D)
     o_v = tl.arange(0, BLOCK_V)
@@ -74,41 +54,11 @@ def _dq_range(
 @launcher
 @triton.jit(do_not_specialize=["N"])
 def _attention_bwd_dq(
-    p_do,
-    p_q,
-    p_k,
-    p_v,
-    p_out,
-    p_lse,
-    p_delta,
-    p_dq,
-    p_tiles,
-    N,
-    scale,
-    window,
-    do_n,
-    do_h,
-    q_n,
-    q_h,
-    k_n,
-    k_h,
-    v_n,
-    v_h,
-    o_n,
-    o_h,
-    dq_n,
-    dq_h,
-    H: tl.constexpr,
-    GROUP: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    V: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    WINDOWED: tl.constexpr,
+    p_do, p_q, p_k, p_v, p_out, p_lse, p_delta, p_dq, p_tiles, N, scale, window, do_n, do_h, q_n, q_h, k_n, k_h, v_n,
+    v_h, o_n, o_h, dq_n, dq_h, H: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    V: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, WINDOWED: tl.constexpr,
     CAP: tl.constexpr,
-):
+):  # fmt: skip
     """dq and delta of a query tile."""
     await_previous()
     i_tile, i_h = tl.program_id(0) // H, tl.program_id(0) % H
@@ -157,35 +107,10 @@ def _attention_bwd_dq(
 
 @triton.jit
 def _dkv_range(
-    b_dk,
-    b_dv,
-    b_k,
-    b_v,
-    p_do,
-    p_q,
-    p_lse,
-    p_delta,
-    N,
-    do_n,
-    do_h,
-    q_n,
-    q_h,
-    lo,
-    hi,
-    o_k,
-    length,
-    qk_scale,
-    window,
-    GROUP: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    V: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    WINDOWED: tl.constexpr,
-    MASKED: tl.constexpr,
-    CAP: tl.constexpr,
-):
+    b_dk, b_dv, b_k, b_v, p_do, p_q, p_lse, p_delta, N, do_n, do_h, q_n, q_h, lo, hi, o_k, length, qk_scale, window,
+    GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, V: tl.constexpr, BLOCK_V: tl.constexpr,
+    BLOCK_Q: tl.constexpr, WINDOWED: tl.constexpr, MASKED: tl.constexpr, CAP: tl.constexpr,
+):  # fmt: skip
     """Adds p^T do and ds^T q over queries [lo, hi) of the group's heads, in one loop: loads run ahead."""
     o_d = tl.arange(0, BLOCK_D)
     o_v = tl.arange(0, BLOCK_V)
@@ -222,41 +147,11 @@ def _dkv_range(
 @launcher
 @triton.jit(do_not_specialize=["N"])
 def _attention_bwd_dkv(
-    p_do,
-    p_q,
-    p_k,
-    p_v,
-    p_lse,
-    p_delta,
-    p_dk,
-    p_dv,
-    p_tiles,
-    N,
-    scale,
-    window,
-    do_n,
-    do_h,
-    q_n,
-    q_h,
-    k_n,
-    k_h,
-    v_n,
-    v_h,
-    dk_n,
-    dk_h,
-    dv_n,
-    dv_h,
-    K: tl.constexpr,
-    GROUP: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    V: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    WINDOWED: tl.constexpr,
+    p_do, p_q, p_k, p_v, p_lse, p_delta, p_dk, p_dv, p_tiles, N, scale, window, do_n, do_h, q_n, q_h, k_n, k_h, v_n,
+    v_h, dk_n, dk_h, dv_n, dv_h, K: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr,
+    V: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, WINDOWED: tl.constexpr,
     CAP: tl.constexpr,
-):
+):  # fmt: skip
     """dk, dv of a key tile and key/value head."""
     await_previous()
     i_tile, i_h = tl.program_id(0) // K, tl.program_id(0) % K

@@ -66,29 +66,10 @@ def _key_ranges(offset, length, window, BLOCK_Q: tl.constexpr, BLOCK_K: tl.const
 
 @triton.jit
 def _fwd_range(
-    b_acc,
-    b_m,
-    b_l,
-    b_q,
-    p_k,
-    p_v,
-    k_n,
-    v_n,
-    lo,
-    hi,
-    o_q,
-    length,
-    qk_scale,
-    window,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    V: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    WINDOWED: tl.constexpr,
-    MASKED: tl.constexpr,
-    CAP: tl.constexpr,
-):
+    b_acc, b_m, b_l, b_q, p_k, p_v, k_n, v_n, lo, hi, o_q, length, qk_scale, window, D: tl.constexpr,
+    BLOCK_D: tl.constexpr, V: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr, WINDOWED: tl.constexpr,
+    MASKED: tl.constexpr, CAP: tl.constexpr,
+):  # fmt: skip
     """Online softmax over keys [lo, hi)."""
     o_d = tl.arange(0, BLOCK_D)
     o_v = tl.arange(0, BLOCK_V)
@@ -125,34 +106,10 @@ def _fwd_range(
 @launcher
 @triton.jit(do_not_specialize=["N"])
 def _attention_fwd(
-    p_q,
-    p_k,
-    p_v,
-    p_out,
-    p_lse,
-    p_tiles,
-    N,
-    scale,
-    window,
-    q_n,
-    q_h,
-    k_n,
-    k_h,
-    v_n,
-    v_h,
-    o_n,
-    o_h,
-    H: tl.constexpr,
-    GROUP: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    V: tl.constexpr,
-    BLOCK_V: tl.constexpr,
-    BLOCK_Q: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    WINDOWED: tl.constexpr,
-    CAP: tl.constexpr,
-):
+    p_q, p_k, p_v, p_out, p_lse, p_tiles, N, scale, window, q_n, q_h, k_n, k_h, v_n, v_h, o_n, o_h, H: tl.constexpr,
+    GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, V: tl.constexpr, BLOCK_V: tl.constexpr,
+    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, WINDOWED: tl.constexpr, CAP: tl.constexpr,
+):  # fmt: skip
     await_previous()
     i_tile, i_h = (
         tl.program_id(0) // H,

@@ -74,41 +74,11 @@ def _store(p, tile, n, rows, D: gl.constexpr):
 @launcher
 @gluon.jit(do_not_specialize=["N"])
 def dkv_kernel(
-    p_do,
-    p_q,
-    p_k,
-    p_v,
-    p_lse,
-    p_delta,
-    p_dk,
-    p_dv,
-    p_tiles,
-    N,
-    scale,
-    do_n,
-    do_h,
-    q_n,
-    q_h,
-    k_n,
-    k_h,
-    v_n,
-    v_h,
-    dk_n,
-    dk_h,
-    dv_n,
-    dv_h,
-    K: gl.constexpr,
-    GROUP: gl.constexpr,
-    D: gl.constexpr,
-    BLOCK_D: gl.constexpr,
-    V: gl.constexpr,
-    BLOCK_V: gl.constexpr,
-    WINDOW: gl.constexpr,
-    BLOCK_Q: gl.constexpr,
-    BLOCK_K: gl.constexpr,
-    STAGES: gl.constexpr,
+    p_do, p_q, p_k, p_v, p_lse, p_delta, p_dk, p_dv, p_tiles, N, scale, do_n, do_h, q_n, q_h, k_n, k_h, v_n, v_h, dk_n,
+    dk_h, dv_n, dv_h, K: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, BLOCK_D: gl.constexpr, V: gl.constexpr,
+    BLOCK_V: gl.constexpr, WINDOW: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
     DIVIDED: gl.constexpr,
-):
+):  # fmt: skip
     """dk, dv of a key tile and key/value head.
 
     DIVIDED, for heads whose sums would not fit into the registers of 4 warps: two groups of warps have half of the

@@ -42,40 +42,10 @@ def _probabilities(b_s, b_lse, i_k, offset, o_q, o_tile, qk_scale, BLOCK_Q: gl.c
 @launcher
 @gluon.jit(do_not_specialize=["N"])
 def dq_kernel(
-    p_do,
-    p_q,
-    p_k,
-    p_v,
-    p_out,
-    p_lse,
-    p_delta,
-    p_dq,
-    p_tiles,
-    N,
-    scale,
-    do_n,
-    do_h,
-    q_n,
-    q_h,
-    k_n,
-    k_h,
-    v_n,
-    v_h,
-    o_n,
-    o_h,
-    dq_n,
-    dq_h,
-    H: gl.constexpr,
-    GROUP: gl.constexpr,
-    D: gl.constexpr,
-    BLOCK_D: gl.constexpr,
-    V: gl.constexpr,
-    BLOCK_V: gl.constexpr,
-    WINDOW: gl.constexpr,
-    BLOCK_Q: gl.constexpr,
-    BLOCK_K: gl.constexpr,
-    STAGES: gl.constexpr,
-):
+    p_do, p_q, p_k, p_v, p_out, p_lse, p_delta, p_dq, p_tiles, N, scale, do_n, do_h, q_n, q_h, k_n, k_h, v_n, v_h, o_n,
+    o_h, dq_n, dq_h, H: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, BLOCK_D: gl.constexpr, V: gl.constexpr,
+    BLOCK_V: gl.constexpr, WINDOW: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
     """dq and delta of a query tile."""
     await_previous()
     WARPS: gl.constexpr = gl.num_warps()

@@ -64,33 +64,10 @@ def _row_sums(b_p, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr):
 @launcher
 @gluon.jit(do_not_specialize=["N"])
 def fwd_kernel(
-    p_q,
-    p_k,
-    p_v,
-    p_out,
-    p_lse,
-    p_tiles,
-    N,
-    scale,
-    q_n,
-    q_h,
-    k_n,
-    k_h,
-    v_n,
-    v_h,
-    o_n,
-    o_h,
-    H: gl.constexpr,
-    GROUP: gl.constexpr,
-    D: gl.constexpr,
-    BLOCK_D: gl.constexpr,
-    V: gl.constexpr,
-    BLOCK_V: gl.constexpr,
-    WINDOW: gl.constexpr,
-    BLOCK_Q: gl.constexpr,
-    BLOCK_K: gl.constexpr,
-    STAGES: gl.constexpr,
-):
+    p_q, p_k, p_v, p_out, p_lse, p_tiles, N, scale, q_n, q_h, k_n, k_h, v_n, v_h, o_n, o_h, H: gl.constexpr,
+    GROUP: gl.constexpr, D: gl.constexpr, BLOCK_D: gl.constexpr, V: gl.constexpr, BLOCK_V: gl.constexpr,
+    WINDOW: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
     """out and lse of a query tile."""
     await_previous()
     WARPS: gl.constexpr = gl.num_warps()

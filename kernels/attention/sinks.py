@@ -57,17 +57,9 @@ def _sinks_lse(p_lse, p_sinks, N, H: tl.constexpr, ROWS: tl.constexpr):
 @launcher
 @triton.jit(do_not_specialize=["N"])
 def _sinks_bwd(
-    p_dout,
-    p_out,
-    p_lse,
-    p_sinks,
-    p_parts,
-    N,
-    H: tl.constexpr,
-    D: tl.constexpr,
-    ROWS: tl.constexpr,
+    p_dout, p_out, p_lse, p_sinks, p_parts, N, H: tl.constexpr, D: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
-):
+):  # fmt: skip
     """parts (programs / H, H): sums over the rows of a program."""
     await_previous()
     i_h = tl.program_id(0) % H

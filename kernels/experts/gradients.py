@@ -21,19 +21,9 @@ from trireme.kernels.launcher import await_previous, launcher
 @launcher
 @triton.jit
 def _grouped_add(
-    p_dw,
-    p_a,
-    p_b,
-    p_pair,
-    p_starts,
-    A: tl.constexpr,
-    B: tl.constexpr,
-    CHOSEN_A: tl.constexpr,
-    CHOSEN_B: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_A: tl.constexpr,
-    BLOCK_B: tl.constexpr,
-):
+    p_dw, p_a, p_b, p_pair, p_starts, A: tl.constexpr, B: tl.constexpr, CHOSEN_A: tl.constexpr, CHOSEN_B: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_A: tl.constexpr, BLOCK_B: tl.constexpr,
+):  # fmt: skip
     await_previous()
     TILES_A: tl.constexpr = (A + BLOCK_A - 1) // BLOCK_A
     TILES_B: tl.constexpr = (B + BLOCK_B - 1) // BLOCK_B

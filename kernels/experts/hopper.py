@@ -161,21 +161,9 @@ def _add_by_threads(b_sum, tile, TURNED: gl.constexpr):
 @launcher
 @gluon.jit
 def add_kernel(
-    p_pair,
-    p_starts,
-    p_next,
-    p_x,
-    y_rows,
-    dw,
-    E: gl.constexpr,
-    X: gl.constexpr,
-    Y: gl.constexpr,
-    CHOSEN: gl.constexpr,
-    TURNED: gl.constexpr,
-    ROWS: gl.constexpr,
-    BLOCK_X: gl.constexpr,
-    BLOCK_Y: gl.constexpr,
-):
+    p_pair, p_starts, p_next, p_x, y_rows, dw, E: gl.constexpr, X: gl.constexpr, Y: gl.constexpr, CHOSEN: gl.constexpr,
+    TURNED: gl.constexpr, ROWS: gl.constexpr, BLOCK_X: gl.constexpr, BLOCK_Y: gl.constexpr,
+):  # fmt: skip
     """As gradients._grouped_add. y_rows is a descriptor of (P, Y), dw of (E, X, Y), or if TURNED of (E, Y, X).
 
     p_next points at a zero: the number of tiles that programs took besides their first.

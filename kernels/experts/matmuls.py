@@ -57,26 +57,10 @@ def find_rows(p_pair, o_row, m_row, CHOSEN: tl.constexpr):
 @launcher
 @triton.jit
 def _grouped_mm(
-    p_x,
-    p_w,
-    p_y,
-    p_pair,
-    p_starts,
-    p_bias,
-    p_scale_x,
-    p_scale_w,
-    E: tl.constexpr,
-    A: tl.constexpr,
-    B: tl.constexpr,
-    w_a: tl.constexpr,
-    w_b: tl.constexpr,
-    CHOSEN: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_A: tl.constexpr,
-    BLOCK_B: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    BLOCK_SCALED: tl.constexpr,
-):
+    p_x, p_w, p_y, p_pair, p_starts, p_bias, p_scale_x, p_scale_w, E: tl.constexpr, A: tl.constexpr, B: tl.constexpr,
+    w_a: tl.constexpr, w_b: tl.constexpr, CHOSEN: tl.constexpr, ROWS: tl.constexpr, BLOCK_A: tl.constexpr,
+    BLOCK_B: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_SCALED: tl.constexpr,
+):  # fmt: skip
     await_previous()
     i_tile, i_b = place_of(tl.program_id(0), 1 << 30, (B + BLOCK_B - 1) // BLOCK_B)
     i_e, first, stop = _find_tile(p_starts, i_tile, E, BLOCK_E, ROWS)

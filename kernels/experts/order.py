@@ -51,18 +51,9 @@ def _scan(p_counts, p_totals, BLOCKS, SCAN: tl.constexpr):
 @launcher
 @triton.jit(do_not_specialize=["P", "BLOCKS"])
 def _place(
-    p_experts,
-    p_counts,
-    p_totals,
-    p_pair,
-    p_row,
-    p_starts,
-    P,
-    BLOCKS,
-    E: tl.constexpr,
-    BLOCK: tl.constexpr,
+    p_experts, p_counts, p_totals, p_pair, p_row, p_starts, P, BLOCKS, E: tl.constexpr, BLOCK: tl.constexpr,
     BLOCK_E: tl.constexpr,
-):
+):  # fmt: skip
     await_previous()
     i_block = tl.program_id(0)
     o_i, o_e = tl.arange(0, BLOCK), tl.arange(0, BLOCK_E)

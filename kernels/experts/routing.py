@@ -76,22 +76,10 @@ def _of_best_groups(b_key, b_real, o_e, E: tl.constexpr, GROUPS: tl.constexpr, K
 @launcher
 @triton.jit(do_not_specialize=["N"])
 def _route_fwd(
-    p_logits,
-    p_correction,
-    p_weights,
-    p_experts,
-    scale,
-    N,
-    E: tl.constexpr,
-    CHOSEN: tl.constexpr,
-    SIGMOID: tl.constexpr,
-    RENORMALISE: tl.constexpr,
-    GROUPS: tl.constexpr,
-    KEPT: tl.constexpr,
-    TWO: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-):
+    p_logits, p_correction, p_weights, p_experts, scale, N, E: tl.constexpr, CHOSEN: tl.constexpr,
+    SIGMOID: tl.constexpr, RENORMALISE: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr, TWO: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
     """Takes the largest score that is left, CHOSEN times; then stores the chosen experts in ascending order."""
     await_previous()
     o_n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -122,20 +110,9 @@ def _route_fwd(
 @launcher
 @triton.jit(do_not_specialize=["N"])
 def _route_bwd(
-    p_dweights,
-    p_logits,
-    p_experts,
-    p_balance,
-    p_dlogits,
-    scale,
-    N,
-    E: tl.constexpr,
-    CHOSEN: tl.constexpr,
-    SIGMOID: tl.constexpr,
-    RENORMALISE: tl.constexpr,
-    ROWS: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-):
+    p_dweights, p_logits, p_experts, p_balance, p_dlogits, scale, N, E: tl.constexpr, CHOSEN: tl.constexpr,
+    SIGMOID: tl.constexpr, RENORMALISE: tl.constexpr, ROWS: tl.constexpr, BLOCK_E: tl.constexpr,
+):  # fmt: skip
     await_previous()
     o_n = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     o_e = tl.arange(0, BLOCK_E)

@@ -22,18 +22,9 @@ BLOCK = 1024  # values of a row that one program takes at a time
 @launcher
 @triton.jit
 def _combine(
-    p_rows,
-    p_row,
-    p_weights,
-    p_residual,
-    p_out,
-    p_carry,
-    p_among,
-    EXPERTS: tl.constexpr,
-    D: tl.constexpr,
-    CHOSEN: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    p_rows, p_row, p_weights, p_residual, p_out, p_carry, p_among, EXPERTS: tl.constexpr, D: tl.constexpr,
+    CHOSEN: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     """With p_among (EXPERTS + 1,), first rows of neighbouring experts, only rows of these experts are added."""
     await_previous()
     BLOCKS: tl.constexpr = (D + BLOCK - 1) // BLOCK

@@ -35,21 +35,9 @@ def fp8_dot(b_a, b_b, b_sum):
 @launcher
 @triton.jit(do_not_specialize=["M"])
 def _fp8_matmul(
-    p_a,
-    p_b,
-    p_scale_a,
-    p_scale_b,
-    p_bias,
-    p_out,
-    M,
-    N: tl.constexpr,
-    K: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    GROUP: tl.constexpr,
-    ADD: tl.constexpr,
-):
+    p_a, p_b, p_scale_a, p_scale_b, p_bias, p_out, M, N: tl.constexpr, K: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, ADD: tl.constexpr,
+):  # fmt: skip
     await_previous()
     n_n: tl.constexpr = (N + BLOCK_N - 1) // BLOCK_N
     i_group = tl.program_id(0) // (GROUP * n_n)  # GROUP rows of tiles share the columns of b in L2

@@ -31,19 +31,9 @@ def number(b_byte):
 @launcher
 @triton.jit
 def _e4m3_decode(
-    p_codes,
-    p_scales,
-    p_out,
-    R: tl.constexpr,
-    C: tl.constexpr,
-    S: tl.constexpr,
-    T: tl.constexpr,
-    B: tl.constexpr,
-    K: tl.constexpr,
-    BYTES: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    p_codes, p_scales, p_out, R: tl.constexpr, C: tl.constexpr, S: tl.constexpr, T: tl.constexpr, B: tl.constexpr,
+    K: tl.constexpr, BYTES: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     await_previous()
     n_columns: tl.constexpr = (C + COLUMNS - 1) // COLUMNS
     n_rows: tl.constexpr = (R + ROWS - 1) // ROWS

@@ -1,13 +1,14 @@
 """Compiles every launch that a set of launcher calls makes, for a chip that need not be at hand; prints its resources.
 
-    python tests/helpers/compile_kernels.py 89                      launches that a test compiles for that chip
-    python tests/helpers/compile_kernels.py --memory                memory alone: one launch of each kind of tile
-    python tests/helpers/compile_kernels.py 86 120 --all --memory --dtype fp32      every launch, a second each
-    python tests/helpers/compile_kernels.py 120 --all                               every launch compiled: minutes
+    python tests/helpers/compile_kernels.py 89              launches that a test compiles for that chip
+    python tests/helpers/compile_kernels.py --memory        memory alone: one launch of each kind of tile
+    python tests/helpers/compile_kernels.py --all           every launch on every chip: some minutes each
+    python tests/helpers/compile_kernels.py --all --dtype fp32
 
 One JSON line per kernel: chip, name, constants, shared memory in bytes. Without `--memory` also registers, stack bytes
 (spills), widest global access in bytes, whether it uses Hopper's matrix instruction, whether the copy engine adds, and
-whether ptxas serialises matmuls. Run outside the interpreter: TRITON_INTERPRET must be unset.
+whether ptxas serialises matmuls. Exits with 1 if one does not fit its chip or spills. Run outside the interpreter:
+TRITON_INTERPRET must be unset.
 """
 
 import argparse
@@ -48,6 +49,7 @@ CHIPS = {  # RTX 3090, RTX 4090, H100, B200, RTX 5090, GB10: multiprocessors, Mi
     for arch, sms, l2 in ((86, 82, 6), (89, 128, 72), (90, 132, 50), (100, 148, 126), (120, 170, 96), (121, 48, 24))
 }
 VOCABULARIES = 32000, 128256, 151936, 262208
+SPILLED = 128  # bytes of a thread: gradients of scans have 112 at (96, 192) on sm_120
 TOOLS = Path(triton.__file__).parent / "backends/nvidia/bin"  # its ptxas-blackwell is the newer assembler
 
 
@@ -206,7 +208,6 @@ def other_calls(dtype=BF16):
     embedding.embedding_bwd_(table, y, ids)
     embedding.add_noise_(y, torch.zeros(N), 1, 1)
     embedding.dropout(y, 0.1, 1, 1)
-    loss_calls(32000, dtype)
     state = [torch.zeros(4096, dtype=t) for t in (BF16, torch.int16, torch.float32, torch.float32, BF16)]
     clip = torch.ones(1)
     adamw.adamw_(*state, clip, lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1, n_decay=100, step=1)
@@ -360,8 +361,9 @@ def fp8_experts_calls(E=128, k=8, D=2048, I=768):
 
 def listed(arch: int) -> list:
     """What the tests compile in full: on Hopper only what Ada does not have."""
+    losses = [lambda V=V: loss_calls(V) for V in VOCABULARIES]
     if arch == 120:
-        return [block_scaled_calls, fp8_experts_calls]
+        return [block_scaled_calls, fp8_experts_calls, lambda: attention_call(8, 2, 64), *losses]
     if arch >= 90:
         calls = [lambda d=d: attention_call(8, 2, d) for d in (64, 80, 128, 256)]
         calls += [lambda: attention_call(8, 2, 64, 128), lambda: attention_call(8, 8, 192, values=128)]
@@ -370,7 +372,7 @@ def listed(arch: int) -> list:
         calls += [lambda: attention_call(8, 2, 128, 256), lambda: attention_call(8, 2, 128, dtype=FP32)]
         calls += [lambda: attention_call(8, 4, 256, 4096, cap=50.0), lambda: attention_call(8, 8, 192, values=128)]
         calls += [lambda D=D: norm_calls(D) for D in (768, 4096, 5120, 12288)]
-        calls += [other_calls]
+        calls += [other_calls, *losses]
         calls += [routing_calls, lambda: experts_call(32, 4, 2880, 2880, in_out=True), packed_calls, small_packed_calls]
     calls += [lambda: wide_norm_call(16384, BF16)] * (arch == 90)
     return [*calls, lambda: experts_call(128, 8, 2048, 768), fp8_calls, fp8_experts_calls]
@@ -383,6 +385,7 @@ def every(arch: int, dtype) -> list:
     calls += [lambda d=d: attention_call(8, 4, d, 100, dtype, 50.0) for d in (128, 256)]
     calls += [lambda: attention_call(8, 8, 192, dtype=dtype, values=128)]
     calls += [lambda D=D: norm_calls(D, dtype) for D in (768, 2048, 4096, 5120, 8192, 12288, 16384)]
+    calls += [lambda V=V: loss_calls(V, dtype) for V in VOCABULARIES]
     calls += [lambda: other_calls(dtype), lambda: routing_calls(dtype), packed_calls, small_packed_calls]
     calls += [
         lambda: experts_call(32, 4, 2880, 2880, True, dtype),
@@ -399,6 +402,8 @@ def every(arch: int, dtype) -> list:
 def kinds(arch: int) -> list:
     """A launch of each tile that launch.py has for the chip, but for those that the tests compile in full."""
     calls = [lambda t=t, D=D: wide_norm_call(D, t) for t in (BF16, FP32) for D in (8192, 16384)] * (arch in (86, 90))
+    if arch == 89:  # compiled in full
+        return []
     if arch == 86:  # fp32 has the same tiles on all chips
         return calls + [lambda d=d: attention_call(8, 2, d, dtype=FP32) for d in (64, 128, 192)]
     heads = {90: (), 100: (128, 192), 120: (64, 128, 192), 121: ()}[arch]  # on sm_90 they are Gluon's
@@ -411,22 +416,30 @@ def kinds(arch: int) -> list:
     return [*calls, products_call, lambda: quantize(torch.zeros(256, 4096, dtype=BF16))]
 
 
-def main() -> None:
+def misfit(kernel: dict) -> bool:
+    """Whether a kernel takes more memory than its chip has, or spills more than a few registers."""
+    return kernel["shared"] > CHIPS[kernel["chip"]].shared or kernel.get("stack", 0) > SPILLED
+
+
+def main() -> int:
     parser = argparse.ArgumentParser()
-    parser.add_argument("chips", nargs="*", type=int, default=(86, 90, 100, 120, 121))
+    parser.add_argument("chips", nargs="*", type=int, default=[*CHIPS])
     parser.add_argument("--all", action="store_true")
     parser.add_argument("--memory", action="store_true")
     parser.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16")
     given = parser.parse_args()
     if given.memory:
         stop_when_allocated()
+    wrong = 0
     for arch in given.chips:
         calls = kinds(arch) if given.memory else listed(arch)
         if given.all:
             calls = every(arch, FP32 if given.dtype == "fp32" else BF16)
         for entry in compiled(arch, calls):
             print(json.dumps(entry), flush=True)
+            wrong += misfit(entry)
+    return int(wrong > 0)
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

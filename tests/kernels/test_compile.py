@@ -11,35 +11,19 @@ import pytest
 
 pytest.importorskip("triton")
 
-SHARED = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99, 121: 99}  # KiB that a program can have
 TENSOR = 512  # columns of Blackwell's tensor memory
 NARROW = {"_add_noise", "_embedding_fwd", "_embedding_bwd", "_sort", "_sum_blocks", "_sum_squares"}  # small, or faster
 NARROW |= {"_count", "_scan", "_place", "_dropout", "_sinks_lse"}
-BY_MEMORY = {
-    "_maxima",
-    "_quantize",
-    "_quantize_rows",
-    "_rmsnorm_maxima",
-    "_turn",
-    "_glu_maxima",
-    "_glu_codes_fwd",
-    "_glu_codes_bwd",
-    "_rotated_maxima",
-    "_rotated_codes",
-    "_layernorm_bwd",
-    "_add_rows",
-}  # of those compiled for Hopper
+BY_MEMORY = ("_maxima", "_quantize", "_turn", "_glu_", "_norm_", "_add_rows", "_act_")  # of those compiled for Hopper
 
 
 def _compile(*options: str) -> list[dict]:
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    script = Path(__file__).parents[1] / "helpers" / "compile_kernels.py"
+    root = Path(__file__).parents[2]
+    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"PYTHONPATH": str(root)}
+    script = root / "tests" / "helpers" / "compile_kernels.py"
     done = subprocess.run([sys.executable, script, *options], env=env, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-2000:]
-    kernels = [json.loads(line) for line in done.stdout.splitlines()]
-    too_large = [kernel for kernel in kernels if kernel["shared"] > SHARED[kernel["chip"]] * 1024]
-    assert not too_large, too_large
-    return kernels
+    assert done.returncode == 0, done.stderr[-2000:] + done.stdout[-2000:]  # shared memory and spills, too
+    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 @pytest.mark.full
@@ -62,13 +46,13 @@ def test_kernels_fit_ada():
 
 
 @pytest.mark.full
-def test_fp8_has_the_full_rate_of_an_rtx_50():
-    """By the instruction with block scales: plain ones have half of it there."""
+def test_kernels_of_an_rtx_50():
+    """fp8 has the full rate by the instruction with block scales; heads of 64 and rows of logits do not spill."""
     kernels = _compile("120")
     products = [kernel["name"] for kernel in kernels if kernel["block_scales"]]
     assert products == ["_fp8_matmul"] * 4 + ["_grouped_mm"] * 2
+    assert sum(kernel["name"] == "_loss" and kernel["constants"]["BLOCK"] == 8192 for kernel in kernels) == 3 * 5
     for kernel in kernels:
-        assert kernel["block_scales"] or kernel["name"].startswith(("_maxima", "_quantize")), kernel
         assert kernel["stack"] == 0, kernel
         assert kernel["widest"] == 16, kernel
 
@@ -80,7 +64,7 @@ def test_products_use_hopper():
         kernel["name"] for kernel in kernels
     }
     for kernel in kernels:
-        if kernel["name"] in BY_MEMORY:
+        if kernel["name"].startswith(BY_MEMORY):
             assert kernel["stack"] <= 8, kernel
             assert kernel["widest"] == 16, kernel
             continue
