@@ -340,14 +340,12 @@ def _uses_of_card(folder: Path, names: Sequence[Path]) -> dict[Path, str]:
     splits = found.get("default") or next(iter(found.values()), {})
     uses = {split: _use(Path(split)) if len(splits) > 1 else "train" for split in splits}
     train = [split for split in uses if uses[split] == "train"] or [split for split in uses if not uses[split]]
-    for what, several in (
-        ("configurations", [*found] if "default" not in found else []),
-        ("splits to train on", train),
-    ):
+    configurations = [] if "default" in found else [*found]
+    for what, several in (("configurations", configurations), ("splits to train on", train)):
         if len(several) > 1:
-            one = quoted(folder / next(iter(splits.values()))[0])
-            raise InputError(f"{folder} has {len(several)} {what}, by {_CARD}: {_list([*map(Path, several)])}. Name the "
-                             f"files of one: --data {one}.")  # fmt: skip
+            listed = ", ".join(map(shown, several[:_NAMED]))
+            way_out = f"Name the files of one: --data {quoted(folder / next(iter(splits.values()))[0])}"
+            raise InputError(f"{folder / _CARD} has {len(several)} {what}: {listed}. {way_out}.")
     return {path: "train" if split in train else uses[split] for split in splits for path in splits[split]}
 
 

@@ -94,9 +94,8 @@ def write(folder: Path, teacher: Path, sources: Mapping[str, Dataset], k: int, b
     f = open_finished(str(teacher))
     f.refuse_scores("it is no teacher")
     seq_len = _seq_len(sources)
-    first = next(iter(sources.values()))
-    if f.cfg.vocab < below and first.codec and first.codec.facts.vocab_size > f.cfg.vocab:
-        raise InputError(f"--teacher {teacher} has {f.cfg.vocab:,} tokens, fewer than the data's. Name another.")
+    for data in sources.values():
+        data.check_model(f.cfg.vocab, f.cfg.max_positions, f"--teacher {teacher}")
     with computing(f, options, rows_of(options, seq_len), seq_len) as e:
         names = {name: name for name in sources}
         for _ in _written(f, e, folder, sources, names, min(k, below, f.cfg.vocab), min(below, f.cfg.vocab)):
