@@ -22,7 +22,6 @@ from trireme.engine.data.read import BadRow
 from trireme.engine.data.tokenizer import load_template, load_tokenizer
 from trireme.models.config import InputError
 
-BOS, EOS = "<s>", "</s>"
 TEMPLATES = Path(__file__).parents[1] / "data" / "templates"
 
 CALL = {"id": "call00000", "type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
@@ -36,13 +35,9 @@ TALK = [
 TOOLS = [{"type": "function", "function": {"name": "f", "description": "d", "parameters": {"type": "object"}}}]
 
 
-def _tokenizer(folder: Path):
-    return make_tokenizer(folder, BOS, EOS)
-
-
 def chat_template(folder: Path) -> Target:
     """Mutated tag by tag. What would take for ever is not among the junk: no thousand files of that in a minute."""
-    tokenizer, path = _tokenizer(folder), folder / "chat_template.jinja"
+    tokenizer, path = make_tokenizer(folder), folder / "chat_template.jinja"
     texts = [path.read_text() for path in sorted(TEMPLATES.glob("*.jinja")) if path.stat().st_size < 1000]
     junk = ("{{ " + "(" * 300 + "1" + ")" * 300 + " }}", "{{ " + "[" * 300 + "]" * 300 + " }}",
             "{% for x in [1] %}" * 30 + "{% endfor %}" * 30, "{% if 1 %}" * 300 + "{% endif %}" * 300,
@@ -69,11 +64,11 @@ def chat_template(folder: Path) -> Target:
 
 def tokenizer_config(folder: Path) -> Target:
     """And the two files beside it, parted by a character that JSON has no use for."""
-    _tokenizer(folder)
+    make_tokenizer(folder)
     names = ("tokenizer_config.json", "special_tokens_map.json", "generation_config.json")
     chatml = (TEMPLATES / "chatml.jinja").read_text()
-    added = {"content": BOS, "lstrip": False, "normalized": True, "__type": "AddedToken"}
-    own = {"bos_token": added, "eos_token": EOS, "add_bos_token": True, "model_max_length": 64,
+    added = {"content": "<s>", "lstrip": False, "normalized": True, "__type": "AddedToken"}
+    own = {"bos_token": added, "eos_token": "</s>", "add_bos_token": True, "model_max_length": 64,
            "chat_template": chatml, "added_tokens_decoder": {"0": added}, "pad_token": None}  # fmt: skip
     named = own | {"chat_template": [{"name": "default", "template": chatml}, {"name": "rag", "template": "x"}]}
     ids = {"eos_token_id": [1, 2], "bos_token_id": 0, "pad_token_id": 1 << 70}
@@ -121,12 +116,12 @@ def _prose(rows: Any) -> bytes:
 def _rows(kind: str, write: Callable[[Any], bytes]) -> Callable[[Path], Target]:
     def make(folder: Path) -> Target:
         path, cache = folder / f"rows{kind}", folder / "tokens"
-        _tokenizer(folder)
+        make_tokenizer(folder)
         codec = load_codec(folder, "plain")
 
         def read(content: bytes) -> None:
             path.write_bytes(content)
-            options = data.DataOptions(seq_len=32, skip_bad=len(content) % 2 == 0, vocab_size=600, cache=cache)
+            options = data.DataOptions(seq_len=32, skip_bad=len(content) % 2 == 0, vocab_size=260, cache=cache)
             try:
                 loaded = data.load_dataset([str(path)], codec, options)
                 loaded.report.lines(), loaded.example()
