@@ -37,11 +37,11 @@ class Staged:
 class Reader:
     """Reads entries between steps, through a step's queues.
 
-    The staging buffer keeps what was read last, so the stored bytes must not change while a Reader is in use.
+    The staging buffer keeps what was read last, so there may be no update while a Reader is in use.
     """
 
     def __init__(self, placement: Placement):
-        self.placement = placement
+        self.placement, self.updates = placement, placement.updates
         self._staged: dict[str, Staged] = {}  # by shard; the last one read is last
 
     def read(self, entry: Entry, *parts: str) -> Tensor:
@@ -58,7 +58,8 @@ class Reader:
     def bring(self, entry: Entry, *parts: str) -> tuple[Tensor, tuple[Task, ...]]:
         """As `read`, without waiting: the bytes are valid after the tasks that are returned."""
         placement = self.placement
-        assert not placement.in_place(entry)
+        assert not placement.in_place(entry), "frozen weights are in the user's files"
+        assert placement.updates == self.updates, "the bytes that were read have been updated"
         buffer = placement.in_ram(entry)
         if buffer is not None:
             return buffer, ()

@@ -13,6 +13,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from threading import get_ident
 from typing import Protocol
 
 import torch
@@ -105,7 +106,7 @@ class Pool:
     """
 
     def __init__(self, name: str, tensors: Sequence[Tensor]):
-        self.name = name
+        self.name, self.thread = name, get_ident()
         self.buffers = [Buffer(tensor, self) for tensor in tensors]
         self._free = list(self.buffers)
 
@@ -122,6 +123,7 @@ class Pool:
         """Returns the free buffer that holds `content`, else the one that was freed first. Raises RuntimeError if none
         is free.
         """
+        assert get_ident() == self.thread, f"pool {self.name}: {owner} acquires a buffer in another thread"
         if not self._free:
             owners = ", ".join(str(b.owner) for b in self.buffers)
             raise RuntimeError(

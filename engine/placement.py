@@ -173,6 +173,7 @@ class Placement:
         self.geo, self.plan, self.memory, self.queues = geo, plan, memory, queues
         self.store, self.space, self.files = store, space, files
         self.blank = True  # buffers in RAM are as the system gives memory: zero
+        self.updates = 0  # handed over so far
         based = range(len(geo.base))
         tiers = [plan.units[geo.unit_of(v)].base for v in based]
         copied = [v for v in based if tiers[v] == "ssd" and files is None]

@@ -72,6 +72,7 @@ class Kernels:
         """A function that updates elements [a, b) of unit u, or a `part` of their state, with this step's
         hyper-parameters.
         """
+        self.placement.updates += 1
         h = self.adamw
         hyper = dict(lr=self.lr, beta1=h.beta1, beta2=h.beta2, eps=h.eps, weight_decay=h.weight_decay, step=self.step)
         hyper["n_decay"] = min(max(self.geo.n_decay[u] - a, 0), b - a)
