@@ -10,17 +10,16 @@ from typing import Any
 
 import torch
 
-from trireme.engine.plan import Plan
 from trireme.engine.planner.clock import Part, Times
 from trireme.engine.planner.forecast import Forecast
 from trireme.engine.planner.predict import Prediction, predict_evaluation
 from trireme.engine.planner.probe import cache, drive
 from trireme.engine.planner.rates import DRIVES
-from trireme.models.config import ModelConfig, numbers
 from trireme.storage.files import existing
 
 # Seconds that do not follow from rates; medians of runs on an H200 (LLaMA of 0.15 to 6.7 B).
 NEW, KNOWN = 9.5, 1.0  # the first step with kernels to compile, and where a run has compiled them before
+ENTRIES = 20  # of Triton's cache from which it has a model's kernels: a probe leaves 3, a model about 40
 FIRST: Times = {"evaluations": 0.2, "samples": 0.3}  # additional, the first time on a GPU
 FIXED, CLOSING = 0.1, 0.25  # to write files durably; to end threads, free pinned memory, close the store
 LOADING, OPENED = 1.7e9, 0.2  # bytes/s of values from a checkpoint to their placement, at most; seconds in addition
@@ -161,30 +160,13 @@ def token_s(f: Forecast) -> float:
 # ---------------------------------------------------------------- the first step
 
 
-def compile_s(cfg: ModelConfig, plan: Plan, device: torch.device | None) -> float:
-    """Seconds that the first step takes longer than the second; 0 on a CPU. As measured, if this machine has run the
-    model with Triton's present cache; with `device` None it has not.
+def compile_s(device: torch.device | None) -> float:
+    """Seconds that the first step takes longer than the second; 0 on a CPU. Kernels that Triton's cache has are only
+    loaded; with `device` None it has none.
     """
     if device is not None and device.type != "cuda":
         return 0.0
-    known = cache.remembered(_forms(cfg, plan, device)) if device else None
-    return known["seconds"] if known else NEW
-
-
-def note_compilation(cfg: ModelConfig, plan: Plan, device: torch.device, seconds: float) -> None:
-    """Stores what the next run's first step will take, after one that took `seconds` more than its second."""
-    forms = _forms(cfg, plan, device)
-    cache.remember(forms, {"seconds": seconds if cache.remembered(forms) else min(seconds, KNOWN)})
-
-
-def _forms(cfg: ModelConfig, plan: Plan, device: torch.device) -> dict[str, Any]:
-    """Everything that the kernels depend on, and Triton's cache folder, whose inode changes when it is removed."""
-    import triton
-    from triton import knobs
+    from triton import knobs  # late: it takes a second
 
     folder = Path(knobs.cache.dir)
-    return cache.chips(device, plan.dtype) | {
-        "model": {name: value for name, value in numbers(cfg).items() if name != "n_layers"},
-        "micro-batch": plan.tokens,
-        "kernels": [triton.__version__, str(folder), folder.stat().st_ino if folder.exists() else 0],
-    }
+    return KNOWN if device and folder.exists() and len(list(folder.iterdir())) >= ENTRIES else NEW

@@ -31,7 +31,6 @@ from trireme.engine.planner.lines import machine_lines, ready_line, took_line
 from trireme.engine.planner.machine import note_drives
 from trireme.engine.planner.predict import predict
 from trireme.engine.planner.rates import each_machine
-from trireme.engine.planner.whole import note_compilation
 from trireme.engine.queues.names import READS
 from trireme.engine.queues.trace import Span, perfetto
 from trireme.engine.run import config_file, folder, page, report, screen
@@ -468,7 +467,6 @@ class Run:
         if job.on_gpu:
             beyond = max(0.0, self.first_s - usual) + max(0.0, seconds - usual)  # the second has the first updates
             clock.move(beyond, "steps", "compile")
-            note_compilation(job.cfg, job.plan, job.device, clock.spent["compile"])
         self.estimated = self.estimated or clock.with_spent(after)
         if left:
             told = f"predicted {predicted.step_s:.3g} s a step, measured {seconds:.3g} s; " if job.on_gpu else ""

@@ -286,7 +286,7 @@ def estimate(job: Job, done: int = 0, measured: bool = False, step_s: float | No
     parts = estimated_parts(job.forecast, total - done, events(job, done, steps_s), known) | {"steps": steps_s}
     if measured:
         return parts | {"load": 0.0}
-    return parts | {"compile": compile_s(job.cfg, job.plan, None if job.options.assume else job.device)}
+    return parts | {"compile": compile_s(None if job.options.assume else job.device)}
 
 
 def events(job: Job, done: int, steps_s: float | None) -> Events:
