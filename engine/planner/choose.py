@@ -3,28 +3,62 @@
 The search starts from the rule's plan (rule.py), so what it returns is never estimated to be slower. Everything that it
 simulates fits. Plans differ in roundings only if they differ in the processor of updates or in the size of a
 micro-batch.
+
+A decision yields alternatives to a plan and knows nothing of their costs: what a mechanism of the engine costs is known
+to the simulation, so a new one needs one more decision. It may yield plans that do not fit, which the search leaves
+out. None of them iterates over a set.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import product
 
 from trireme.engine.amounts import gib
+from trireme.engine.buffers import each_usage, fits
 from trireme.engine.geometry import Geometry
-from trireme.engine.plan import DoesNotFit, Limits, Plan, Shares
-from trireme.engine.planner.decisions import DECISIONS, finer, swapped
+from trireme.engine.plan import DoesNotFit, Limits, Plan, Shares, Tier
 from trireme.engine.planner.predict import Prediction, no_collection
 from trireme.engine.planner.rates import Rates
-from trireme.engine.planner.rule import Cut, Strategy, Wanted, cuts, simple_plan, sliced
-from trireme.engine.planner.search import Search, updated_as
+from trireme.engine.planner.rule import (
+    GPU_UPDATES,
+    Between,
+    Cut,
+    Strategy,
+    Wanted,
+    cuts,
+    fill_ram,
+    largest,
+    of_first,
+    share_updates,
+    simple_plan,
+    sliced,
+    some,
+)
+from trireme.engine.planner.search import (
+    Decision,
+    Move,
+    Search,
+    count,
+    most_in_ram,
+    updated_as,
+    with_most_on_gpu,
+    with_moves,
+)
 from trireme.models.config import ModelConfig
 from trireme.models.sizes import narrow
 
 SLICES = 4  # number of slices of a layer's frozen experts that is tried for a better overlap
 WITHOUT_A_DRIVE = Strategy(states=1.0), Strategy("ram", states=1.0), Strategy("ram", states=1.0, updates=0.0)
+INPUTS: tuple[Tier, ...] = "gpu", "ram"  # tiers of inputs of blocks
+PARTS = (1.0, 0.6, 0.3, 0.1)  # of the moves that fit in RAM
+FINER = (0.8, 0.9, 1.1, 1.2)  # of the moves of the best plan
+BASE_RAM = (1.0, 0.6, 0.0)  # shares of the frozen units in RAM that stay there; activations get the rest
+DRIVE_RAM = 0.85  # share of the RAM that state may take in plans that swap activations through RAM to the SSD
+UPDATES = (0.0, 0.15, 0.3, 0.45, 0.6)  # shares of RAM-stored units updated on the GPU
+LATE: tuple[tuple[Tier, ...], ...] = ((), ("ram",), ("ram", "ssd"), ("gpu", "ram"), ("gpu", "ram", "ssd"))
 
 
 @dataclass(frozen=True)
@@ -60,20 +94,6 @@ def choose(cfg: ModelConfig, limits: Limits, rates: Rates, wanted: Wanted, begun
             if rates.has_drive or not plan.uses("ssd"):
                 choices.append(_descend(Search(Geometry.of(cfg, plan), limits, rates, way, plan, begun)))
     return min(choices, key=lambda choice: choice.per_token)
-
-
-@no_collection()
-def rebalance(cfg: ModelConfig, limits: Limits, rates: Rates, wanted: Wanted, plan: Plan) -> Choice:
-    """Returns `plan`, of a run under way, with those saved tensors that are fastest at these rates (Fuyou, section
-    4.5). Weights, state, inputs and the sizes of all else stay as they are.
-    """
-    s = Search(Geometry.of(cfg, plan), limits, rates, wanted, plan)
-    s.simulate(plan)
-    for decision in (swapped, finer):
-        for other in decision(s, s.best):
-            if s.fits(other):
-                s.simulate(other)
-    return Choice(s.best, s.steps[s.best])
 
 
 def _ways(cfg: ModelConfig, limits: Limits, wanted: Wanted, first: Plan, begun: bool) -> Iterator[Wanted]:
@@ -112,3 +132,138 @@ def _descend(s: Search) -> Choice:
         s.decide(decision)
     assert s.costs[s.best] <= s.costs[start]
     return Choice(s.best, s.steps[s.best])
+
+
+# ---------------------------------------------------------------- decisions
+
+
+def sizes(s: Search, plan: Plan) -> Iterable[Plan]:
+    """Micro-batches of other sizes; inputs of blocks on the GPU or in RAM; state on the GPU before activations or not;
+    updates on the GPU or not.
+    """
+    states, shares = ((0.0,), (0.0,)) if s.geo.cfg.lora else ((0.0, 1.0), (GPU_UPDATES, 0.0))
+    for size, x, state, updates in product(s.sizes(plan.tokens), INPUTS, states, shares):
+        yield from s.rule(Strategy(x, state, updates=updates), size)
+
+
+def placed(s: Search, plan: Plan) -> Iterable[Plan]:
+    """Inputs and state as in `sizes`, each with as many saved tensors in RAM as fit, or with half of them."""
+    streams = any(unit.update == "gpu" for unit in plan.units)
+    for x, state in product(INPUTS, (0.0, 1.0)) if s.geo.cfg.lora is None else ():
+        for other in s.rule(Strategy(x, state, updates=GPU_UPDATES * streams), (plan.tokens, plan.n_micro)):
+            yield from swapped(s, replace(other, late_moments=plan.late_moments, piece=plan.piece), (1.0, 0.5))
+
+
+def late(s: Search, plan: Plan) -> Iterable[Plan]:
+    """Other tiers whose moments are written during backward, apart from the weights."""
+    tiers: set[Tier] = {unit.state for unit in plan.units if unit.update == "cpu"} - {"gpu"}
+    tiers |= {"gpu"} if any(unit.update == "gpu" for unit in plan.units) else set()
+    tried = {frozenset(tiers.intersection(plan.late_moments))}
+    for other in LATE if plan.mode == "forward" and plan.adam_bits == 32 and s.wanted.on_cuda else ():
+        if (used := frozenset(tiers.intersection(other))) not in tried:
+            tried.add(used)
+            yield replace(plan, late_moments=other)
+
+
+def _swappable(s: Search, plan: Plan, limits: Limits | None = None) -> tuple[Plan, Sequence[Move], int]:
+    """(`plan` that saves nothing, its moves, how many of them fit in RAM)."""
+    plain, steps = plan.changed(range(s.geo.n_units), saved=()), s.moves(plan)
+    return plain, steps, most_in_ram(s.geo, plain, limits or s.limits, steps)
+
+
+def swapped(s: Search, plan: Plan, parts: Sequence[float] = PARTS) -> Iterable[Plan]:
+    """Saved tensors in RAM instead of recomputed, as many as fit and fewer."""
+    plain, steps, room = _swappable(s, plan)
+    for n in dict.fromkeys(round(part * room) for part in parts):
+        yield with_most_on_gpu(s.geo, plain, s.limits, steps, n)
+
+
+def finer(s: Search, plan: Plan) -> Iterable[Plan]:
+    """A few more or fewer of them."""
+    if not any(unit.names("ram") for unit in plan.units) or any(unit.names("ssd") for unit in plan.units):
+        return
+    plain, steps, room = _swappable(s, plan)
+    moved = [move for unit, kind in zip(plan.units, s.geo.kinds, strict=True)
+             for move in steps if move.kind == kind and set(move.names) <= set(unit.names("ram"))]  # fmt: skip
+    for n in dict.fromkeys(min(room, round(part * len(moved))) for part in FINER):
+        yield with_most_on_gpu(s.geo, plain, s.limits, steps, n)
+
+
+def driven(s: Search, plan: Plan) -> Iterable[Plan]:
+    """More saved tensors than RAM holds, the rest on the SSD, with less state in RAM (Fuyou, section 4.4)."""
+    if not plan.uses("ssd") or s.begun or s.geo.cfg.lora:  # a running run has allocated its scratch files
+        return
+    less = replace(s.limits, ram=int(DRIVE_RAM * s.limits.ram))
+    for size, strategy in product(s.sizes(plan.tokens), (Strategy("ram", 0.0, updates=0.0), Strategy("ram"))):
+        for low in s.rule(strategy, size, less):
+            plain, steps, room = _swappable(s, low, less)
+            n = 0
+            for move in steps:
+                n += s.geo.kinds.count(move.kind)
+                for in_ram in dict.fromkeys((room, 0)) if n > room else ():
+                    full = with_most_on_gpu(s.geo, plain, less, steps, n, in_ram)
+                    yield fill_ram(s.geo, full, s.limits) if s.wanted.free else full
+
+
+def base(s: Search, plan: Plan) -> Iterable[Plan]:
+    """RAM divided between the frozen weights of adapters and activations."""
+    for x in INPUTS if s.geo.cfg.lora else ():
+        for other in s.rule(Strategy(x), (plan.tokens, plan.n_micro)):
+            in_ram = [u for u, unit in enumerate(other.units) if unit.base == "ram" and s.geo.base_bytes[u]]
+            for kept in BASE_RAM if s.wanted.free and s.rates.has_drive and in_ram else (1.0,):
+                low = other.changed(set(in_ram) - some(in_ram, int(kept * len(in_ram))), base="ssd")
+                for full in (low, *swapped(s, low)):
+                    yield fill_ram(s.geo, full, s.limits) if s.wanted.free else full
+
+
+def share(s: Search, plan: Plan) -> Iterable[Plan]:
+    """Other shares of units that are updated on the GPU. If it has no room to stream their state through, swapped
+    tensors are recomputed, or one unit's state is moved to RAM.
+    """
+    if s.begun or not (s.wanted.on_cuda and s.wanted.gpu_updates and plan.mode == "forward"):
+        return
+    swapping = [u for u, unit in enumerate(plan.units) if unit.names("ram")]
+    on_gpu = [u for u, unit in enumerate(plan.units) if unit.state == "gpu"]
+    rooms = plan, plan.changed(swapping, saved=()), plan.changed(on_gpu[-1:], weights="ram", state="ram")
+    for part in UPDATES:
+        tried = ((room, share_updates(s.geo, room, s.limits, part)) for room in rooms)
+        yield next((shared for room, shared in tried if shared != room), plan)
+
+
+def between(s: Search, plan: Plan) -> Iterable[Plan]:
+    """Outputs of layers through RAM instead of peer copies, or the reverse."""
+    if s.wanted.peers:
+        through: Between = "ram" if plan.between == "gpu" else "gpu"
+        x = plan.units[s.geo.head].x
+        yield replace(plan, between=through).changed({s.geo.head}, x="gpu" if through == "gpu" else max(x, "ram"))
+
+
+def lent(s: Search, plan: Plan) -> Iterable[Plan]:
+    """Saved tensors of the other GPUs' units in the memory of the GPU with the most of it free (MPress, section 3)."""
+    if not s.wanted.peers:
+        return
+    used = each_usage(s.geo, plan)[0]
+    peer = max(range(plan.gpus), key=lambda gpu: s.limits.of(gpu) - used[gpu])
+    units = [u for u, unit in enumerate(plan.units) if unit.gpu != peer and 0 < u < s.geo.head]
+    plain, steps = plan.changed(units, saved=(), peer=peer), s.moves(plan)
+    moved = lambda n: with_moves(s.geo, plain, steps, n, in_ram=0, beyond="peer", only=units)
+    yield moved(largest(count(s.geo, steps), lambda n: fits(s.geo, moved(n), s.limits)))
+
+
+def fuller(s: Search, plan: Plan) -> Iterable[Plan]:
+    """Each of several GPUs filled with frozen weights, or with state, of its units: the rule stops at the first full
+    one.
+    """
+    if plan.gpus == 1 or not s.wanted.free:
+        return
+    for what, to in (("base", {"base": "gpu"}), ("state", {"weights": "gpu", "state": "gpu", "update": "cpu"})):
+        full = plan
+        for gpu in range(plan.gpus) if what == "base" or (s.wanted.gpu_updates and not s.begun) else ():
+            left = [u for u, unit in enumerate(plan.units) if unit.gpu == gpu and vars(unit)[what] != "gpu"]
+            full = of_first(s.geo, full, s.limits, left, **to)
+        yield full
+
+
+DECISIONS: tuple[Decision, ...] = (
+    sizes, placed, late, swapped, driven, base, between, lent, fuller, share, late, finer,
+)  # fmt: skip

@@ -76,13 +76,6 @@ def _recurring(device: torch.device, dtype: str, own: Scan) -> dict[str, Any]:
     return cache.chips_now(device, dtype) | shape
 
 
-def doubt(device: torch.device, dtype: str, scan: Scan | None) -> None:
-    """Makes the next run measure processor, GPU, fp8 and the model's recurrence again."""
-    known = [cache.chips_now(device, kind) for kind in (dtype, "FP8")]
-    for identity in known + ([_recurring(device, dtype, scan)] if scan else []):
-        cache.forget(identity)
-
-
 def with_drives(machine: Machine, folders: Sequence[str | Path], anew: bool = False) -> Machine:
     """`machine` with the rates of the drives of `folders`, from the cache or, with `anew`, measured again; unchanged if
     the drives cannot be measured.

@@ -5,7 +5,7 @@ It starts from the plan that needs the least memory and moves parts of it up to 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -15,8 +15,7 @@ from trireme.engine.buffers import each_usage, fits, fullest, usage
 from trireme.engine.geometry import STRETCH, Geometry, geometry
 from trireme.engine.plan import TIERS, DoesNotFit, Limits, Mode, Plan, Saved, Shares, Tier, UnitPlan
 from trireme.models.config import ModelConfig
-from trireme.models.sizes import narrow, shapes
-from trireme.storage.layout import ITEMSIZE
+from trireme.models.sizes import narrow
 
 if TYPE_CHECKING:
     from trireme.engine.planner.predict import Batch  # imports torch
@@ -68,7 +67,6 @@ class Wanted:
     compared: bool = False  # as in Batch
     gpus: int = 1
     peers: bool = False  # GPUs have access to each other's memory
-    lending: bool = True  # GPUs may save tensors in each other's memory
     shares: Shares | None = None  # how blocks are divided among GPUs; None: in turn
     hosts: int = 1  # the plan is that of the last host, which needs the most memory
 
@@ -91,10 +89,6 @@ class Wanted:
     @property
     def free(self) -> bool:
         return self.placement == "auto"
-
-    @property
-    def lends(self) -> bool:
-        return self.peers and self.lending
 
     @property
     def gpu_updates(self) -> bool:
@@ -365,20 +359,7 @@ def _why_not(geo: Geometry, plan: Plan, limits: Limits) -> str:
         out.append(f"lower --batch-size (of {plan.n_micro:,} micro-batches a step {n_micro:,} fit)")
     if list(lacks) == ["ram"] and plan.mode != "backward" and plan.gradients == "ram":
         out.append("--max-grad-norm 0, which does not store all gradients")
-    needs = shortage(geo, plan, limits) + _experts_at_once(geo, lacks)
-    return f"even the smallest plan needs {needs}. {', or '.join(out)}."
-
-
-def _experts_at_once(geo: Geometry, lacks: Mapping[str, int]) -> str:
-    """For a mixture of experts, if GPU memory is missing: the bytes of one layer's experts; else ""."""
-    own, packing = geo.cfg.experts, geo.cfg.packing
-    if own is None or "gpu" not in lacks or geo.slices:
-        return ""
-    if geo.cfg.at_once and packing:
-        nbytes = max(geo.base_bytes[1:-1])
-        return f"; the {own.count} experts of one layer take {rounded_up(nbytes)} of it in {packing.word}"
-    nbytes = own.count * shapes.of_an_expert(next(o for o in geo.cfg.layers if o.experts)) * ITEMSIZE[geo.dtype]
-    return f"; the {own.count} experts of one layer take {rounded_up(nbytes)} of it and are computed together"
+    return f"even the smallest plan needs {shortage(geo, plan, limits)}. {', or '.join(out)}."
 
 
 def shortage(geo: Geometry, plan: Plan, limits: Limits) -> str:

@@ -6,16 +6,13 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from trireme.engine.planner.clock import Part, Times
 from trireme.engine.planner.forecast import Forecast
 from trireme.engine.planner.predict import Prediction, predict_evaluation
-from trireme.engine.planner.probe import cache, drive
 from trireme.engine.planner.rates import DRIVES
-from trireme.storage.files import existing
 
 # Seconds that do not follow from rates; medians of runs on an H200 (LLaMA of 0.15 to 6.7 B).
 NEW, KNOWN = 9.5, 1.0  # the first step with kernels to compile, and where a run has compiled them before
@@ -26,7 +23,6 @@ LOADING, OPENED = 1.7e9, 0.2  # bytes/s of values from a checkpoint to their pla
 COPIED = 4e9  # bytes/s of a copy from RAM or a GPU to RAM that is not pinned
 TOKEN = 40  # kernels of a block for a sampled token, which take 0.65 ms
 AGAIN = 0.5  # share of the planning time for the second search, after the traced step
-LARGE = 1 << 28  # bytes of a checkpoint from which the rate of its export is stored
 
 
 @dataclass(frozen=True)
@@ -79,22 +75,6 @@ def _read(f: Forecast) -> float:
 def _write(f: Forecast) -> float:
     """Bytes/s that the drives write."""
     return f.machine.rates.ssd_write or DRIVES["gen4"].write
-
-
-def export_s(f: Forecast, folder: Path) -> Times:
-    """Seconds of an export at the rate of the last one to the drive of `folder`; empty if there was none."""
-    known = cache.remembered(_exported(f, folder))
-    return {"export": FIXED + f.files.export / known["rate"]} if known else {}
-
-
-def note_export(f: Forecast, folder: Path, seconds: float) -> None:
-    """Stores the rate at which a checkpoint was written to `folder` and read back."""
-    if f.files.export >= LARGE:
-        cache.remember(_exported(f, folder), {"rate": f.files.export / seconds})
-
-
-def _exported(f: Forecast, folder: Path) -> dict[str, Any]:
-    return drive.identity(existing(folder)) | {"what": "exports", "from the SSD": f.plan.stored_on_ssd}
 
 
 def _gathered_s(f: Forecast) -> float:

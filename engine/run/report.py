@@ -19,7 +19,7 @@ from trireme.engine.planner.lines import (
     wear_line,
     wear_warning,
 )
-from trireme.engine.planner.whole import Events, compile_s, estimated_parts, evaluation_s, export_s, written
+from trireme.engine.planner.whole import Events, compile_s, estimated_parts, evaluation_s, written
 from trireme.engine.queues.names import NET
 from trireme.engine.run import screen
 from trireme.engine.run.evaluate import LONGEST, MAX_NEW
@@ -280,7 +280,7 @@ def estimate(job: Job, done: int = 0, measured: bool = False, step_s: float | No
     """
     clock, total = screen.clock(), job.total_steps
     steps_s = (total - done) * (step_s or job.forecast.step.step_s)
-    known = {} if job.options.assume else dict(export_s(job.forecast, job.out))
+    known = dict[Part, float]()
     if measured:  # a first event is left out if kernels were compiled in it
         known |= {part: clock.last[part] for part in COMPLETE if clock.times[part] > job.on_gpu}
     parts = estimated_parts(job.forecast, total - done, events(job, done, steps_s), known) | {"steps": steps_s}

@@ -20,7 +20,6 @@ from trireme.engine.hosts.gather import masters
 from trireme.engine.hosts.group import here
 from trireme.engine.planner.host import computed_by, hold_to
 from trireme.engine.planner.machine import drive_speeds, note_pinned
-from trireme.engine.planner.whole import note_export
 from trireme.engine.queues.real import RealQueues
 from trireme.engine.queues.watchdog import leave, patience, watched
 from trireme.engine.run import config_file, record, screen
@@ -346,14 +345,12 @@ class Training:
 
     def _export(self, write: Callable[[Callable[[Path], Mapping[str, str]]], None], kept: Kept | None = None) -> None:
         """Calls `write` with what saves the weights to a folder. Host 0 writes, and asks the others for what it lacks."""
-        job, began, own = self.job, screen.clock().now(), kept or Reader(self.engine.placement)
+        job, own = self.job, kept or Reader(self.engine.placement)
         with screen.clock().at("export"), self.watched("export"), masters(own, here().wire) as reader:
             if reader is None:
                 return
             self.check_base(copied=job.cfg.lora is None)
             write(partial(self._save_weights, reader))
-        if job.cfg.lora is None:
-            note_export(job.forecast, job.out, screen.clock().now() - began)
 
     def _save_weights(self, reader: Reader, folder: Path) -> dict[str, str]:
         """Writes a checkpoint or adapters; returns the checksums of its files."""

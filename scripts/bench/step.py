@@ -53,7 +53,7 @@ from trireme.models.sizes import costs, narrow, shapes
 
 Arguments = argparse.Namespace
 
-SWITCHES = ("overlap", "prefetch", "vertical", "pinning", "peers", "lending")
+SWITCHES = ("overlap", "prefetch", "vertical", "pinning", "peers")
 GIB = 1 << 30
 
 
@@ -77,7 +77,6 @@ def wanted_of(a: Arguments, cfg: ModelConfig, dtype: str, limits: Limits) -> Wan
         cuts=[sliced(cfg, a.slices)] if a.slices else (),
         gpus=a.gpus,
         compared=bool(a.method),
-        lending="lending" not in a.off,
     )
 
 

@@ -33,14 +33,11 @@ from trireme.engine.planner.whole import (
     CLOSING,
     COPIED,
     FIXED,
-    LARGE,
     LOADING,
     OPENED,
     Events,
     estimated_parts,
     evaluation_s,
-    export_s,
-    note_export,
     token_s,
     written,
 )
@@ -198,17 +195,6 @@ def test_what_an_event_took_is_believed():
     known = estimated_parts(RAM, 10, events, {"evaluations": 5.0, "samples": 7.0, "snapshots": 11.0})
     assert (known["evaluations"], known["samples"], known["snapshots"]) == (15.0, 28.0, 22.0)
     assert known["export"] == estimated_parts(RAM, 10, events)["export"]
-
-
-def test_an_export_takes_what_the_last_to_that_drive_took(tmp_path, monkeypatch):
-    """Of a large checkpoint: the time of a small one is not of the drive."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    out = tmp_path / "not" / "yet"
-    note_export(replace(RAM, files=Files(export=LARGE - 1)), out, 3.0)
-    assert export_s(RAM, out) == {}
-    note_export(RAM, out, 20.0)
-    assert export_s(RAM, out) == {"export": pytest.approx(FIXED + 20.0)}
-    assert export_s(SSD, out) == {}, "weights are read from the drive meanwhile"
 
 
 def test_evaluations_and_samples_read_every_weight_once_a_pass():

@@ -16,7 +16,6 @@ from trireme.engine.geometry import ADAM_BYTES
 from trireme.engine.plan import Limits
 from trireme.engine.planner import host
 from trireme.engine.planner.machine import (
-    doubt,
     drive_speeds,
     note_drives,
     note_pinned,
@@ -475,8 +474,6 @@ def test_a_models_recurrence_is_measured_once_for_its_shape(cards, monkeypatch, 
     assert made(one).scan_backward == Rates.scan_backward, "where it was not measured"
     assert measured == [(cards, torch.bfloat16, one, 3e14)]
     assert made(replace(one, heads=8)).scan == 0.2
-    doubt(cards, "BF16", one)
-    assert made(one).scan == pytest.approx(0.3)
 
 
 def test_more_gpus_than_there_are_are_refused(cards):

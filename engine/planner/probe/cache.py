@@ -65,14 +65,6 @@ def remember(identity: dict[str, Any], rates: dict[str, float]) -> None:
                 part.unlink(missing_ok=True)
 
 
-def forget(identity: dict[str, Any]) -> None:
-    """Removes the stored rates: the next run measures again."""
-    path, _ = _place(identity)
-    if path:
-        with contextlib.suppress(OSError):
-            path.unlink()
-
-
 def _place(identity: dict[str, Any]) -> tuple[Path | None, dict[str, Any]]:
     """(the file of an identity, if there is a folder; the identity as of this VERSION)."""
     folder, identity = cache_folder(), identity | {"version": VERSION}
