@@ -49,8 +49,8 @@ def forward_block(e: Engine, u: int, b: int, w: Part, mb: Inputs, train: bool) -
 
     def forward() -> None:
         rows, (onto,) = mb.on(e.gpu(u)).rows, out or (x,)  # a slice before the last leaves x as it is
-        kept, sums = saved_tensors(saved), passed[0].tensors() if passed else None
-        model.forward(e.cfg, u, weights, x.rows(), rows, kept, onto.rows(), passed=sums)
+        sums = passed[0].tensors() if passed else None
+        model.forward(e.cfg, u, weights, x.rows(), rows, saved_tensors(saved), onto.rows(), passed=sums)
 
     weights = weights_of(e, w)
     flops = costs.forward_flops(e.cfg, u, mb.tokens, mb.pairs) * w.share
@@ -118,13 +118,13 @@ def head_losses(
 
     `parts`: with a teacher, the sums of the two parts of the losses are appended, (2,) fp64.
     """
-    found = head.head_loss(cfg, top, x, at.labels, at.loss_rows, scale, own, dx, at.factors, at.shares, at.correct)
-    found = found if at.factors is None else found * at.factors
-    if at.shares is not None and cfg.teaching:
-        if parts is not None:
-            parts.append(found.sum(1, dtype=torch.float64))
-        found = torch.lerp(found[0], found[1], cfg.teaching.weight)
-    return found
+    losses = head.head_loss(cfg, top, x, at.labels, at.loss_rows, scale, own, dx, at.factors, at.shares, at.correct)
+    losses = losses if at.factors is None else losses * at.factors
+    if at.shares is None or not cfg.teaching:
+        return losses
+    if parts is not None:
+        parts.append(losses.sum(1, dtype=torch.float64))
+    return torch.lerp(losses[0], losses[1], cfg.teaching.weight)
 
 
 # ---------------------------------------------------------------- backward
@@ -142,9 +142,9 @@ def backward_block(e: Engine, u: int, b: int, w: Part, mb: Inputs) -> Task:
 
     def backward() -> None:
         rows, (onto,) = mb.on(e.gpu(u)).rows, dx or (x,)  # a slice before the last leaves x as it is
-        kept, sums = saved_tensors(saved), passed[0].tensors() if passed else None
-        given = x.rows(), kept, dy.rows(), rows, onto.rows(), sums
-        model.backward(e.cfg, u, weights, grads, *given)
+        sums = passed[0].tensors() if passed else None
+        tensors = x.rows(), saved_tensors(saved), dy.rows(), rows, onto.rows(), sums
+        model.backward(e.cfg, u, weights, grads, *tensors)
 
     weights, grads = weights_of(e, w), gradients_of(e, u, gradient)
     kept = frozenset(name for name, _ in e.plan.units[u].saved)

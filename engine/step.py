@@ -61,8 +61,8 @@ def train_step(
     Raises InputError if no token has a label: the loss has no mean.
     """
     trained = sum(mb.trained for mb in batch) if trained is None else trained
-    here = [mb.docs for mb in batch if mb.docs]
-    comparison = Comparison(preference, docs or [here], e.plan.host) if preference else None
+    docs = docs or [[mb.docs for mb in batch if mb.docs]]
+    comparison = Comparison(preference, docs, e.plan.host) if preference else None
     if not trained:
         raise InputError(f"step {step}: none of its tokens has a label. Leave rows without labels out of the data.")
     if comparison and comparison.of.method == "kto":
@@ -127,9 +127,9 @@ def stream_layers(e: Engine) -> Iterator[tuple[int, Any]]:
         yield from _streamed(e, list(w.values()))
 
 
-def _streamed(e: Engine, given: Sequence[Part]) -> Iterator[tuple[int, Any]]:
-    """Yields the first of `given`, which are used together, and frees all of them after it."""
-    part = given[0]
+def _streamed(e: Engine, parts: Sequence[Part]) -> Iterator[tuple[int, Any]]:
+    """Yields the first of `parts`, which are used together, and frees all of them after it."""
+    part = parts[0]
     queue, whole = numbered("compute", e.gpu(part.u)), e.geo.weights[part.u].span + e.geo.base[part.u].span
     arrived = e.queues.run(queue, "other", f"wait for {e.geo.names[part.u]}", lambda: None, part.ready)
     if e.plan.gpus > 1 and not e.queues.simulated:
@@ -137,8 +137,8 @@ def _streamed(e: Engine, given: Sequence[Part]) -> Iterator[tuple[int, Any]]:
     yield part.u, weights_of(e, part)
     nbytes = e.geo.base[part.v].span if part.own else whole
     done = e.queues.run(queue, "token", part.name, lambda: None, nbytes=nbytes)  # what the caller read
-    for each in given:
-        each.done(done)
+    for used in parts:
+        used.done(done)
 
 
 # ---------------------------------------------------------------- forward
@@ -189,7 +189,7 @@ def _conclude(e: Engine, comparison: Comparison, losses: list[Tensor]) -> None:
     """
 
     def conclude() -> None:
-        losses[:] = [each.to(losses[0].device) for each in comparison.conclude(e.gradients.gather)]
+        losses[:] = [loss.to(losses[0].device) for loss in comparison.conclude(e.gradients.gather)]
 
     e.queues.run(numbered("compute", e.gpu(e.geo.head)), "other", "comparison", conclude)
 
@@ -207,13 +207,13 @@ def _pool_load(e: Engine, batch: Sequence[Inputs]) -> None:
         return e.queues.run(numbered("compute", gpu), "other", "load", with_load, after)
 
     def of_hosts(load: Load) -> list[tuple[Tensor, Tensor]]:
-        here = [task.wait() for task in told]
-        return e.gradients.over_hosts(here) if load.weight else here
+        of_gpus = [task.wait() for task in counted]
+        return e.gradients.over_hosts(of_gpus) if load.weight else of_gpus
 
-    told = [run(gpu, lambda load: load.in_ram()) for gpu in range(e.plan.gpus)]
-    every = run(0, of_hosts, told)
+    counted = [run(gpu, lambda load: load.in_ram()) for gpu in range(e.plan.gpus)]
+    total = run(0, of_hosts, counted)
     for gpu in range(e.plan.gpus):
-        run(gpu, lambda load: load.pool_(every.wait()), (every,))
+        run(gpu, lambda load: load.pool_(total.wait()), (total,))
 
 
 # ---------------------------------------------------------------- backward

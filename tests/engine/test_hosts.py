@@ -8,15 +8,10 @@ from dataclasses import replace
 from functools import cache
 from random import Random
 
+import engines
 import pytest
 from engines import (
-    FP8,
-    FROZEN,
-    GPT,
     LLAMA,
-    LORA,
-    MIXTURE,
-    PACKED,
     JitterQueues,
     batches,
     gpu_plan,
@@ -37,9 +32,8 @@ from trireme.engine.updates import AdamW
 
 pytestmark = pytest.mark.grid
 
-MODELS = {"untied": LLAMA, "tied": replace(LLAMA, tied=True), "gpt": GPT, "lora": LORA, "frozen": FROZEN}
-MODELS |= {"fp8": FP8, "fp8 lora": replace(LORA, fp8=True)}
-MODELS |= {"mixture": MIXTURE, "packed": PACKED}
+MODELS = {name: engines.MODELS[name] for name in
+          ("untied", "tied", "gpt", "lora", "frozen", "fp8", "fp8 lora", "mixture", "packed")}  # fmt: skip
 MODELS["frozen but the ends"] = replace(LLAMA, tied=True, frozen=("*layers*", "*norm*"))
 PATIENCE = 60.0
 

@@ -123,6 +123,45 @@ GPT_LORA = replace(GPT, lora=Lora(3, 3.0, ("c_attn", "c_proj")), frozen=("*",))
 FROZEN = replace(LLAMA, tied=True, frozen=("*embed*", "*layers.1.*", "*norm*", "*layers.2.mlp*"))
 
 
+def wide(cfg):
+    """`cfg` with MLPs whose products may be in fp8."""
+    of = lambda layer: replace(layer, mlps=tuple(replace(m, width=32) for m in layer.mlps))
+    return replace(cfg, layers=tuple(map(of, cfg.layers)))
+
+
+WIDE = with_experts(MIXTURE, width=16)  # whose experts' products may be in fp8
+MODELS = {"untied": LLAMA, "tied": replace(LLAMA, tied=True), "gpt": GPT}
+MODELS |= {
+    "lora": LORA,
+    "gpt lora": GPT_LORA,
+    "lora with dropout": replace(LORA, lora=replace(LORA.lora, dropout=0.3)),
+    "frozen": FROZEN,
+    "mixture": MIXTURE,
+    "hybrid": HYBRID,
+    "mamba": MAMBA,
+    "olmo hybrid": OLMO_HYBRID,
+    "nemotron": NEMOTRON,
+    "falcon h1": FALCON_H1,
+    "packed": PACKED,
+    "packed in blocks": BLOCKS,
+    "latent": LATENT,
+    "frozen experts": replace(MIXTURE, frozen=("*experts*",)),
+    "packed in blocks, in fp8": replace(BLOCKS, fp8=True),
+    "frozen experts in fp8": replace(WIDE, fp8=True, frozen=("*experts*",)),
+    "packed in nvfp4": NVFP4,
+}
+IN_FP8 = {
+    "fp8": FP8,
+    "gpt in fp8": replace(wide(GPT), fp8=True),
+    "some frozen, in fp8": replace(wide(FROZEN), fp8=True),
+    "packed in fp8": replace(PACKED, fp8=True),
+    "mixture in fp8": replace(WIDE, fp8=True),
+    "fp8 lora": replace(LORA, fp8=True),
+    "gpt lora in fp8": replace(wide(GPT_LORA), fp8=True),
+}
+MODELS |= IN_FP8
+
+
 class MemoryStore:
     """The store's read and write over a dict; what was written is what is read."""
 
