@@ -52,7 +52,7 @@ def test_patterns_that_fit_nothing_are_one_line_with_the_nearest_names(freeze, t
 
 def test_names_of_all_layers_are_one():
     assert folded(GPT2, matching(GPT2, "*mlp.c_fc*")) == [f"transformer.h.0-1.mlp.c_fc.{e}" for e in ("weight", "bias")]
-    cfg = replace(LLAMA, n_layers=12)
+    cfg = replace(LLAMA, layers=LLAMA.layers[:1] * 12)
     names = matching(cfg, "*layers.[13]*down*") + ["model.norm.weight"]
     assert folded(cfg, names) == ["model.layers.1,3,10-11.mlp.down_proj.weight", "model.norm.weight"]
 

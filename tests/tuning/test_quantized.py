@@ -258,39 +258,26 @@ def test_what_is_not_of_it_is_refused(tmp_path):
 
 
 @pytest.mark.full
-def test_a_run_with_a_quantized_base(checkpoint, capsys, monkeypatch):
-    """Resumed to the bit, with the same base alone; merged into the checkpoint's own values."""
+def test_a_run_with_a_quantized_base(checkpoint, monkeypatch):
+    """Resumed to the bit, with the same base alone; merged into the checkpoint's own values; kept in a store once."""
     run = options(checkpoint, checkpoint / "out", "ssd", lora=4, lora_targets=("q_proj",), base="nf4", merge=True)
     finetune(run)
-    said, found = capsys.readouterr().out, losses(checkpoint / "out")
-    assert "frozen matrices stay in NF4" in said
-    assert found[6][0] < found[1][0]
-    places = checkpoint / "checkpoint", checkpoint / "out/merged"
-    before, merged = (load_file(place / "model.safetensors") for place in places)
-    changed = {name for name, t in merged.items() if not torch.equal(t, before[name])}
-    assert changed == {name for name in before if "q_proj" in name}
-    cut = checkpoint / "cut"
-    stopped(replace(run, out=str(cut)), 3, monkeypatch)
+    curve = losses(checkpoint / "out")
+    assert curve[6][0] < curve[1][0]
+    before, merged = (load_file(checkpoint / p / "model.safetensors") for p in ("checkpoint", "out/merged"))
+    assert {n for n, t in merged.items() if not torch.equal(t, before[n])} == {n for n in before if "q_proj" in n}
+    cut = replace(run, out=str(checkpoint / "cut"), resume=None)
+    stopped(cut, 3, monkeypatch)
     with pytest.raises((InputError, StoreError)):
-        finetune(replace(run, out=str(cut), resume=str(cut), base="fp8"))
-    finetune(replace(run, out=str(cut), resume=str(cut)))
-    assert losses(cut) == found
-    planned = replace(run, out=str(checkpoint / "planned"))
-    nf4, plain = (sum(make(replace(planned, base=base)).forecast.geo.base_bytes) for base in ("nf4", None))
+        finetune(replace(cut, resume=cut.out, base="fp8"))
+    finetune(replace(cut, resume=cut.out))
+    assert losses(checkpoint / "cut") == curve
+    made = []
+    for out in ("first", "second"):  # from the SSD in place
+        finetune(replace(run, out=str(checkpoint / out), store=(str(checkpoint / "drive"),)))
+        assert losses(checkpoint / out) == curve
+        (file,) = (checkpoint / "drive/bases").glob("nf4-*.safetensors")
+        made.append(file.stat().st_mtime_ns)
+    assert made[0] == made[1]
+    nf4, plain = (sum(make(replace(run, out="", base=base)).forecast.geo.base_bytes) for base in ("nf4", None))
     assert nf4 < 0.5 * plain
-
-
-@pytest.mark.full
-def test_runs_with_a_store_quantize_a_base_once(checkpoint, capsys):
-    """From the SSD in place; the file stays, and the next run says that it reads it."""
-    plain = options(checkpoint, checkpoint / "plain", "ssd", lora=4, lora_targets=("q_proj",), base="nf4")
-    finetune(plain)
-    capsys.readouterr()
-    seen, store = [], (str(checkpoint / "drive"),)
-    for out in ("first", "second"):
-        finetune(replace(plain, out=str(checkpoint / out), store=store))
-        seen.append(capsys.readouterr().out)
-        assert losses(checkpoint / out) == losses(checkpoint / "plain")
-    (file,) = (checkpoint / "drive/bases").glob("nf4-*.safetensors")
-    assert f"they are quantized into {file}" in seen[0]
-    assert f"read from {file}, where an earlier run has quantized them" in seen[1]
