@@ -70,7 +70,7 @@ def read(path: Path, text: str | None = None) -> tuple[dict[str, Any], list[str]
     try:
         values = yaml.safe_load(content)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise InputError(f"{path} is not YAML: {' '.join(str(error).split())[:300]}") from None
+        raise InputError(f"{path} is not YAML ({' '.join(str(error).split())[:300]}). Correct or restore it.") from None
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
         raise InputError(f"{path} has no lines such as `batch-size: 16`.")
     return (values, []) if content.startswith(FIRST) else aliases.translated(values, f"{path}: ")

@@ -46,7 +46,8 @@ from trireme.storage.untrusted import checksum, quoted
 
 RUN, STATE, NOTE, REFERENCE = ".run", "state.json", "best.json", "reference.npz"
 LOGS = ("config.yaml", "log.jsonl", "report.html", "trace.json")
-KNOWN = (STATE, f".{STATE}.partial", REFERENCE, f".{REFERENCE}.partial", "tokens/**/*", "teacher/**/*", "host-*/**/*")
+PARTS = (".*.partial", "tokens/*.tokens", "tokens/*.npz", "tokens/.*.partial", "tokens/stdin*", "teacher/scores.json")
+KNOWN = (STATE, REFERENCE, *PARTS, "teacher/*/part-*.safetensors", "teacher/**/.*.partial", f"host-*/{STATE}")
 ADAPTER = "adapter_model.safetensors"
 UNFIT = {errno.EACCES, errno.EPERM, errno.EROFS, errno.EEXIST, errno.ENOENT, errno.ENOTDIR, errno.EINVAL}
 Save = Callable[[Path], Mapping[str, str]]  # writes a new folder, and returns its files' checksums by name
@@ -233,9 +234,9 @@ def check_free(out: Path, model: str) -> None:
         raise InputError(f"--out {out}: {existing(out)} is a file. {other}")
     if is_finished(out):
         raise InputError(f"--out {out} holds a finished run. {further(out)}")
-    if (out / RUN).exists():
+    if (out / RUN).exists() and (out / "config.yaml").exists():  # else killed before there was anything of it
         raise InputError(f"--out {out} holds a run. Continue it: --resume {quoted(out)}; or leave --out out.")
-    if out.exists() and any(out.iterdir()):
+    if out.exists() and any(path.name not in (RUN, ".config.yaml.partial") for path in out.iterdir()):
         raise InputError(f"--out {out} is not empty. {other}")
 
 

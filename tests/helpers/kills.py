@@ -232,7 +232,7 @@ class Bench:
         data = EVERYWHERE[place].data if place else "text.txt"
         return [
             *(str(self.folder / "model"), "--data", str(self.folder / data), "--out", str(out), *plan),
-            *("--seq-len", "32", "--batch-size", "4", "--micro-batch", "2", "--max-steps", "8", "--lr", "0.03"),
+            *("--seq-len", "16" if data == "pairs.jsonl" else "32", "--batch-size", "4", "--micro-batch", "2", "--max-steps", "8", "--lr", "0.03"),
             *("--schedule", "constant", "--val", "0.1", "--eval-every", "3", "--save-every", "2", "--device", "cpu"),
             *("--gpu-memory", "64MiB", "--ram", "64MiB", "--show-example", "0"),
             *(("--store", str(store)) if store else ()),
