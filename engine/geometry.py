@@ -4,7 +4,6 @@ plan.
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -16,12 +15,9 @@ from typing import Any, Literal, NamedTuple, TypeVar
 from trireme.engine.plan import Plan
 from trireme.models.config import ModelConfig
 from trireme.models.sizes import narrow, shapes
-from trireme.models.sizes.workspace import workspace_bytes
+from trireme.models.sizes.measure import temporaries
 from trireme.storage.layout import ALIGN, ITEMSIZE, Layout, pack, rank, round_up, sequential
 
-MEASURED = bool(os.environ.get("MEASURED"))  # prototype: sizes by measure.py
-if MEASURED:
-    from trireme.models.sizes.measure import temporaries
 Part = Literal["all", "weights", "moments"]  # of an update
 ADAM_BYTES = 28  # RAM traffic of an fp32 AdamW a parameter: gradient, master, moments, weights
 # RAM traffic by part, scaled to times on a Xeon: 9.9 and 9.1 G parameters/s, all 7.1.
@@ -90,19 +86,8 @@ class Geometry:
 
     @cached_property
     def alike(self) -> tuple[int, ...]:
-        """For each unit the first unit that is like it: same kind, same trained and frozen matrices, same dtypes."""
-        first = dict[tuple[Any, ...], int]()
-        return tuple(first.setdefault(self._described(u), u) for u in range(self.n_units))
-
-    def _described(self, u: int) -> tuple[Any, ...]:
-        """Everything that a unit's sizes and costs depend on."""
-        cfg, inner = self.cfg, 0 < u < self.head
-        prefix = cfg.names.prefix(shapes.layer(cfg, u)) if inner else ""
-        bare = lambda group: tuple((name.removeprefix(prefix), shape) for name, shape in group)
-        packed = {name.removeprefix(prefix): part.shape for name, part in narrow.packed_parts(cfg, u).items()}
-        trained = tuple(tuple(map(bare, part)) for part in shapes.trained_parts(cfg, u))
-        frozen = tuple((bare(group), shapes.is_packed(cfg, group)) for group in shapes.frozen_groups(cfg, u))
-        return self.kinds[u], trained, frozen, tuple(packed.items()), tuple(map(bare, narrow.fp8_groups(cfg, u)))
+        """For each unit the first unit that is like it."""
+        return shapes.alike(self.cfg)
 
     @cached_property
     def slices(self) -> tuple[Slice, ...]:
@@ -344,14 +329,12 @@ class Geometry:
         return tuple(parts if self.hosts > 1 else (layout.span for layout in self.weights))
 
     def workspace_bytes(self, u: int, tokens: int, grad_itemsize: int) -> int:
-        """Bytes of unit u's temporaries (workspace.workspace_bytes), in the compute dtype."""
+        """Bytes of unit u's temporaries (measure.temporaries), in the compute dtype."""
         return self._workspace_bytes(self.alike[u], tokens, grad_itemsize)
 
     @cached_method
     def _workspace_bytes(self, u: int, tokens: int, grad_itemsize: int) -> int:
-        if MEASURED and 0 < u < self.head:
-            return temporaries(self.cfg, u, tokens, ITEMSIZE[self.dtype], grad_itemsize)
-        return workspace_bytes(self.cfg, u, tokens, ITEMSIZE[self.dtype], grad_itemsize)
+        return temporaries(self.cfg, u, tokens, ITEMSIZE[self.dtype], grad_itemsize)
 
     def record_sizes(self, u: int, record: int) -> list[int]:
         """Elements of each of unit u's records."""

@@ -20,7 +20,7 @@ from trireme.engine.weights import Part
 from trireme.models import head, model
 from trireme.models.config import ModelConfig
 from trireme.models.losses.comparison import Comparison
-from trireme.models.sizes import costs
+from trireme.models.sizes import measure
 
 # ---------------------------------------------------------------- forward
 
@@ -53,7 +53,7 @@ def forward_block(e: Engine, u: int, b: int, w: Part, mb: Inputs, train: bool) -
         model.forward(e.cfg, u, weights, x.rows(), rows, saved_tensors(saved), onto.rows(), passed=sums)
 
     weights = weights_of(e, w)
-    flops = costs.forward_flops(e.cfg, u, mb.tokens, mb.pairs) * w.share
+    flops = measure.forward_flops(e.cfg, u, mb.tokens, mb.pairs) * w.share
     return e.compute("forward", u, forward, (w, *saved, x, *out, *passed), flops, w.name)
 
 
@@ -78,7 +78,7 @@ def take_head(e: Engine, b: int, w: Mapping[int, Part], mb: Inputs, take: Take) 
         take(b, mb.on(e.gpu(u)), head.with_output(e.cfg, weights[u], weights.get(0)), x.rows())
 
     weights = {v: weights_of(e, layer) for v, layer in w.items()}
-    return e.compute("loss", u, run, (*w.values(), x), costs.forward_flops(e.cfg, u, mb.trained, mb.pairs))
+    return e.compute("loss", u, run, (*w.values(), x), measure.forward_flops(e.cfg, u, mb.trained, mb.pairs))
 
 
 def loss(
@@ -100,7 +100,7 @@ def loss(
 
     weights = {v: weights_of(e, layer) for v, layer in w.items()}
     grads = {v: gradients_of(e, v, gradient) for v, gradient in into.g.items()}
-    flops = sum(count(e.cfg, u, mb.trained, mb.pairs) for count in (costs.forward_flops, costs.backward_flops))
+    flops = sum(count(e.cfg, u, mb.trained, mb.pairs) for count in (measure.forward_flops, measure.backward_flops))
     return e.compute("loss", u, add, (*w.values(), x, *into.g.values(), dx), flops)
 
 
@@ -148,8 +148,7 @@ def backward_block(e: Engine, u: int, b: int, w: Part, mb: Inputs) -> Task:
 
     weights, grads = weights_of(e, w), gradients_of(e, u, gradient)
     kept = frozenset(name for name, _ in e.plan.units[u].saved)
-    flops = costs.backward_flops(e.cfg, u, mb.tokens, mb.pairs)
-    flops += costs.recompute_flops(e.cfg, kept, mb.tokens, mb.pairs, e.geo.kinds[u])
+    flops = measure.backward_flops(e.cfg, u, mb.tokens, mb.pairs, kept)
     uses: list[Use] = [w, gradient, x, *saved, dy, *dx, *passed]
     return e.compute("backward", u, backward, uses, flops * w.share, w.name)
 

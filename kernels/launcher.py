@@ -10,7 +10,6 @@ from __future__ import annotations
 import subprocess
 import threading
 import warnings
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -21,6 +20,7 @@ from triton.language.target_info import cuda_capability_geq
 from triton.runtime.jit import JITFunction
 
 from trireme.kernels import launch
+from trireme.kernels.observers import observers
 
 COMPILING = threading.Lock()  # the queues of several GPUs launch from threads of their own
 TRIED = ("3.6", "3.7", "3.8", "3.9")  # versions with the private launch called below
@@ -56,9 +56,6 @@ def await_previous():
         tl.extra.cuda.gdc_wait()
 
 
-WATCHING: list[Callable[[str, tuple], None]] = []  # told of launches over tensors without memory (models/sizes/measure)
-
-
 class Kernel:
     """Launches a @triton.jit function as `kernel[grid](*arguments, **options)`; its constants must come last."""
 
@@ -72,9 +69,7 @@ class Kernel:
         return partial(self._launch, grid)
 
     def _launch(self, grid: tuple[int, ...], *args, **options) -> None:
-        if next(a.is_meta for a in args if isinstance(a, torch.Tensor)):
-            for note in WATCHING:
-                note(self.fn.__name__, args)
+        if _told(self.fn, args):
             return
         key, values = self.key(args, options)
         form = self.forms.get(key)
@@ -145,6 +140,28 @@ class Fixed:
             self.form = form and (key[0], *form)
 
 
+def _told(fn: Any, args: tuple) -> bool:
+    """Whether the arguments are tensors without memory: then observers are told of the launch."""
+    meta = next(a.is_meta for a in args if isinstance(a, torch.Tensor))
+    for observer in observers() if meta else ():
+        observer.launch(fn.__name__, args)
+    return meta
+
+
+class Interpreted:
+    """Launches a @triton.jit function in Triton's interpreter."""
+
+    def __init__(self, fn: Any):
+        self.fn = fn
+
+    def __getitem__(self, grid: tuple[int, ...]):
+        return partial(self._launch, grid)
+
+    def _launch(self, grid: tuple[int, ...], *args, **options) -> None:
+        if not _told(self.fn, args):
+            self.fn[grid](*args, **options)
+
+
 def launcher(fn):
-    """Decorator: Kernel(fn), or fn itself in Triton's interpreter."""
-    return Kernel(fn, is_tried(triton.__version__)) if isinstance(fn, JITFunction) else fn
+    """Decorator: Kernel(fn), or Interpreted(fn) in Triton's interpreter."""
+    return Kernel(fn, is_tried(triton.__version__)) if isinstance(fn, JITFunction) else Interpreted(fn)

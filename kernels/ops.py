@@ -22,8 +22,9 @@ from trireme.kernels.fp8 import reference as fp8
 from trireme.kernels.fp8.reference import Quantized, new_maxima  # noqa: F401
 from trireme.kernels.loss import reference as loss
 from trireme.kernels.loss.reference import Taught  # noqa: F401
+from trireme.kernels.observers import observers
 from trireme.kernels.packed import reference as packed
-from trireme.kernels.reference import RMS, Act, NormKind, NormStats, join_master, rope_table, soft_cap, split_master  # noqa: F401  # noqa: F401
+from trireme.kernels.reference import RMS, Act, NormKind, NormStats, join_master, rope_table, soft_cap, split_master  # noqa: F401
 from trireme.kernels.scan import reference as scan
 from trireme.kernels.scan.reference import decay_bwd, decay_fwd  # noqa: F401
 
@@ -39,10 +40,22 @@ def _op(plain: Callable[P, R], module: str) -> Callable[P, R]:
     def op(*args: P.args, **kwargs: P.kwargs) -> R:
         first: Any = args[0]
         on_gpu = first.device.type in ("cuda", "meta") and first.dtype != torch.float64
+        if first.is_meta:
+            return _told(plain.__name__, launcher() if on_gpu else plain, args, kwargs)
         return (launcher() if on_gpu else plain)(*args, **kwargs)
 
     op.launcher = launcher  # type: ignore[attr-defined]
     return op
+
+
+def _told(name: str, fn: Callable[..., R], args: tuple[Any, ...], options: dict[str, Any]) -> R:
+    """Calls fn, and tells observers."""
+    for observer in observers():
+        observer.begin(name, args, options)
+    result = fn(*args, **options)
+    for observer in observers():
+        observer.end()
+    return result
 
 
 norm_fwd = _op(reference.norm_fwd, "norms")

@@ -2,145 +2,193 @@
 
     resid = x + sum over mixers of mixer(norm(x)),   out = resid + mlp(norm(resid))
 
-Several mixers share one norm, which each computes. Saved in addition to their tensors: resid (N, D), the MLP's input,
-unless that is the layer's input.
+Several mixers share one norm, which each computes; each adds to what those before it have made. Of several MLPs the sum
+has a norm behind it. Saved in addition to their tensors: resid (N, D), the MLPs' input, unless that is the layer's
+input; of several MLPs their sum as mlp_branch (N, D), and of their other tensors those of the first one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from trireme.models import attention, experts, mlp
-from trireme.models.attention import Attend
 from trireme.models.branch import add_matmul
+from trireme.models.families.experts import Experts
+from trireme.models.families.scans import Scan
+from trireme.models.layers import Attention, Layer, Mlp
 from trireme.models.lora import dropping
-from trireme.models.mixers import scan
+from trireme.models.mixers import attention, scan
+from trireme.models.mlps import experts, mlp
 from trireme.models.norm import Norm, norm, norm_backward
+from trireme.models.reader import Reader
 from trireme.models.rows import Pass
 from trireme.models.sizes.shapes import saved_of
 
-Mixer = attention.Weights | scan.Weights
-Mlp = mlp.Weights | experts.Weights
-Mixing = tuple[Attend | scan.Recur, ...]  # what mixers call: generation has caches of its own
-MODULES: dict[type, Any] = {
-    attention.Weights: attention,
-    scan.Weights: scan,
-    mlp.Weights: mlp,
-    experts.Weights: experts,
-}
+# Each has weights, forward, backward, and mixers recall and residual, with the same arguments.
+MODULES: dict[type, ModuleType] = {Attention: attention, Scan: scan, Mlp: mlp, Experts: experts}
+MixerWeights = attention.AttentionWeights | scan.ScanWeights
+MlpOrExperts = mlp.MlpWeights | experts.ExpertWeights
+Mixing = tuple[attention.Attend | scan.Recur, ...]  # what mixers call: generation has caches of its own
 
 
-class Weights(NamedTuple):
+class LayerWeights(NamedTuple):
     """The weights of a layer or of half of one, or their gradients."""
 
-    mixers: tuple[Mixer, ...]
-    mlps: tuple[Mlp, ...]
+    mixers: tuple[MixerWeights, ...]
+    mlps: tuple[MlpOrExperts, ...]
     post: Norm | None = None  # behind the sum of several MLPs
     scalar: Tensor | None = None  # (1,) frozen: factor of the residual behind the layer
 
+    @property
+    def part(self) -> experts.Slice | None:
+        """The slice of experts that it has; None where it has all, or none."""
+        return next((mlp_.part for mlp_ in self.mlps if isinstance(mlp_, experts.ExpertWeights)), None)
 
-def of(w: Mixer | Mlp) -> Any:
-    """The module of a mixer or MLP, by the type of its weights."""
-    return MODULES[type(w)]
+
+def weights(read: Reader) -> LayerWeights:
+    layer = read.layer
+    mixers, mlps = (
+        tuple(MODULES[type(spec)].weights(read, spec) for spec in part) for part in (layer.mixers, layer.mlps)
+    )
+    post = read.norm(layer.mlp_names.post) if len(mlps) > 1 else None
+    return LayerWeights(mixers, mlps, post, read.get(layer.mlp_names.scalar))
+
+
+def of_slice(w: LayerWeights, layer: Layer, part: range) -> LayerWeights:
+    """`w` whose matrices of experts are those of a slice alone."""
+    assert layer.experts is not None
+    of = experts.Slice(part.start, part.stop, layer.experts.count)
+    named = lambda mlp_: mlp_._replace(part=of) if isinstance(mlp_, experts.ExpertWeights) else mlp_
+    return w._replace(mlps=tuple(map(named, w.mlps)))
 
 
 def forward(
-    p: Pass, w: Weights, x: Tensor, out: Tensor, mixing: Mixing = (), passed: experts.Passed | None = None
+    p: Pass, w: LayerWeights, x: Tensor, out: Tensor, mixing: Mixing = (), passed: experts.Passed | None = None
 ) -> None:
     """Fills out (N, D) and every tensor of p.saved, given x (N, D). `passed`: of slices of experts (experts.py)."""
     resid = p.saved.get("resid", out) if w.mixers else x
-    for i, mixer in enumerate(w.mixers):
-        of(mixer).forward(p, mixer, x, resid, mixing[i] if mixing else None)
-    for mlp_ in w.mlps if len(w.mlps) == 1 else ():
-        _mlp_forward(p, mlp_, x if p.layer.parallel else resid, out, passed)
-    if w.post is not None:
-        add_matmul(1.0, p.layer.eps, resid, _beside(p, w, resid), w.post, out)
+    for i, (spec, mixer) in enumerate(zip(p.layer.mixers, w.mixers, strict=True)):
+        attend = mixing[i] if mixing else None
+        MODULES[type(spec)].forward(p, spec, mixer, x, resid, x if i == 0 else resid, attend)
+    for tile in _tiles(p, w, x if p.layer.parallel else resid, passed) if w.mlps else ():
+        _feed(tile, tile.of(out), tile.of(out if p.layer.parallel else resid))
     if w.scalar is not None:
         out.mul_(w.scalar)
 
 
-def _beside(p: Pass, w: Weights, x: Tensor) -> Tensor:
-    """The sum of MLPs that read the same x."""
-    total = torch.zeros_like(x)
-    for i, own in enumerate(w.mlps):
-        of(own).forward(p if i == 0 else p._replace(saved={}), own, x, total, onto=total)
-    return total
-
-
 def backward(
-    p: Pass, w: Weights, g: Weights, x: Tensor, dy: Tensor, dx: Tensor, passed: experts.Passed | None = None
+    p: Pass,
+    w: LayerWeights,
+    g: LayerWeights,
+    x: Tensor,
+    dy: Tensor,
+    dx: Tensor,
+    passed: experts.Passed | None = None,
 ) -> None:
     """Fills dx (N, D) and adds to g, given dy (N, D); recomputes what is not in p.saved."""
     results: list[Any] = []  # of each mixer, which its backward takes and frees
     resid = x
     if w.mixers and w.mlps and not p.layer.parallel:
         resid = p.saved["resid"] if "resid" in p.saved else _residual(p, w, x, results)
-    if w.scalar is not None:
-        dy = dy * w.scalar
-    dresid = dy
-    if len(w.mlps) > 1:
-        total = _beside(p, w, resid)
-        _, stats = norm(total, w.post, p.layer.eps)
-        d_total = norm_backward(dy, total, w.post, stats, g.post)
-        for i, (each, its) in enumerate(zip(w.mlps, g.mlps, strict=True)):
-            q = p if i == 0 else p._replace(saved={})
-            dresid = of(each).backward(q, each, its, resid, d_total, None, onto=dresid)
-        if not w.mixers:
-            dx.copy_(dresid)
-    for each, its in zip(w.mlps, g.mlps, strict=True) if len(w.mlps) == 1 else ():
-        dresid = _mlp_backward(p, each, its, resid, dy, None if w.mixers else dx, passed)
+    dy = dy if w.scalar is None else dy * w.scalar
+    dresid = _mlps_backward(p, w, g, resid, dy, None if w.mixers else dx, passed) if w.mlps else dy
     del resid
-    for i, (mixer, grad) in enumerate(zip(w.mixers, g.mixers, strict=True)):
-        given = (dy, dx, results[i : i + 1]) if p.layer.parallel else (dresid, dx, results[i : i + 1])
-        if results:
-            results[i] = None
-        of(mixer).backward(p, mixer, grad, x, *given, *([dresid] if p.layer.parallel else []))
+    for i, (spec, mixer, grad) in enumerate(zip(p.layer.mixers, w.mixers, g.mixers, strict=True)):
+        d_branch = dy if p.layer.parallel else dresid
+        MODULES[type(spec)].backward(p, spec, mixer, grad, x, d_branch, dx, dresid if i == 0 else dx, results)
 
 
-def _residual(p: Pass, w: Weights, x: Tensor, results: list[Any]) -> Tensor:
-    """The MLPs' input again; appends the Result of each mixer."""
-    behind = [(each, scan.recall(p, each, x)) for each in w.mixers[1:] if isinstance(each, scan.Weights)]
-    resid, first = of(w.mixers[0]).residual(p, w.mixers[0], x)
-    for each, result in behind:
-        scan.add_(p, each, result, resid)
-    results += [first, *(result for _, result in behind)]
+def _residual(p: Pass, w: LayerWeights, x: Tensor, results: list[Any]) -> Tensor:
+    """The MLPs' input again; appends the result of each mixer."""
+    resid = torch.empty_like(x)
+    for i, (spec, mixer) in enumerate(zip(p.layer.mixers, w.mixers, strict=True)):
+        results.append(MODULES[type(spec)].residual(p, spec, mixer, x, resid, x if i == 0 else resid))
     return resid
 
 
-def _mlp_forward(p: Pass, w: Mlp, x: Tensor, out: Tensor, passed: experts.Passed | None) -> None:
-    """An MLP, for long texts in tiles of cfg.mlp_rows tokens."""
-    for part, q, own, onto in _tiles(p, w, x, passed):
-        tile = x[part] if len(x) > p.cfg.mlp_rows else x
-        of(w).forward(q, own, tile, tile if out is x else out[part], *onto)
+class Tile(NamedTuple):
+    """Some tokens of the MLPs' input, with the pass and weights for them."""
+
+    p: Pass
+    w: LayerWeights
+    x: Tensor  # (n, D)
+    whole: Tensor  # (N, D), of which x is a part
+    passed: tuple[experts.Passed, ...]  # of slices of experts
+    rows: slice
+
+    def of(self, t: Tensor) -> Tensor:
+        """The part of t (N, D): the same object where t is the input, or where the tile is all of it."""
+        return self.x if t is self.whole else t if self.x is self.whole else t[self.rows]
 
 
-def _mlp_backward(
-    p: Pass, w: Mlp, g: Mlp, x: Tensor, dy: Tensor, dx: Tensor | None, passed: experts.Passed | None
-) -> Tensor:
-    """Its backward, in the tiles of forward."""
-    if len(x) <= p.cfg.mlp_rows:
-        return of(w).backward(p, w, g, x, dy, dx, *((passed,) if isinstance(w, experts.Weights) else ()))
-    dx = torch.empty_like(x) if dx is None else dx
-    for part, q, own, onto in _tiles(p, w, x, passed):
-        of(w).backward(q, own, g, x[part], dy[part], dx[part], *onto)
-    return dx
-
-
-def _tiles(p: Pass, w: Mlp, x: Tensor, passed: experts.Passed | None) -> Iterator[tuple[slice, Pass, Mlp, Any]]:
-    """(tokens, pass, weights, and of experts what passes between slices) of each tile."""
-    rows = p.cfg.mlp_rows
-    slicing = isinstance(w, experts.Weights)
-    if len(x) <= rows:
-        yield slice(None), p, w, (passed,) if slicing else ()
+def _tiles(p: Pass, w: LayerWeights, x: Tensor, passed: experts.Passed | None) -> Iterator[Tile]:
+    """The input of MLPs, of long texts in tiles of cfg.mlp_rows tokens."""
+    most = p.cfg.mlp_rows
+    if len(x) <= most:
+        yield Tile(p, w, x, x, (passed,) if passed else (), slice(None))
         return
-    each = {name: shape[0] for name, (shape, _) in saved_of(p.cfg, p.layer.feeding, 1).items() if name in p.saved}
-    for a in range(0, len(x), rows):
-        part = slice(a, min(a + rows, len(x)))
-        saved = {name: p.saved[name][k * part.start : k * part.stop] for name, k in each.items()}
-        onto = passed and {name: t[part] for name, t in passed.items()}
-        w = dropping(w, p.rows.dropout, a)
-        yield part, p._replace(saved=saved), w, (onto,) if slicing else ()
+    rows_of = {name: shape[0] for name, (shape, _) in saved_of(p.cfg, p.layer.feeding, 1).items() if name in p.saved}
+    for first in range(0, len(x), most):
+        rows = slice(first, min(first + most, len(x)))
+        saved = {name: p.saved[name][k * rows.start : k * rows.stop] for name, k in rows_of.items()}
+        part = ({name: t[rows] for name, t in passed.items()},) if passed else ()
+        yield Tile(p._replace(saved=saved), dropping(w, p.rows.dropout, first), x[rows], x, part, rows)
+
+
+def _feed(t: Tile, out: Tensor, onto: Tensor) -> None:
+    """Fills out with onto + what the MLPs make of a tile."""
+    if t.w.post is not None:
+        total = t.p.saved.get("mlp_branch")
+        total = _sum_(t, torch.zeros_like(t.x) if total is None else total.zero_())
+        add_matmul(1.0, t.p.layer.eps, onto, total, t.w.post, out)
+        return
+    for spec, mlp_ in zip(t.p.layer.mlps, t.w.mlps, strict=True):
+        MODULES[type(spec)].forward(t.p, spec, mlp_, t.x, out, onto, *t.passed)
+
+
+def _sum_(t: Tile, total_: Tensor) -> Tensor:
+    """Adds what each of several MLPs makes of a tile."""
+    for i, (spec, mlp_) in enumerate(zip(t.p.layer.mlps, t.w.mlps, strict=True)):
+        MODULES[type(spec)].forward(_own_pass(t.p, i), spec, mlp_, t.x, total_, total_)
+    return total_
+
+
+def _own_pass(p: Pass, i: int) -> Pass:
+    """The pass of one of several MLPs, of which the first alone has saved tensors."""
+    return p._replace(saved={name: t for name, t in p.saved.items() if i == 0 and name != "mlp_branch"})
+
+
+def _mlps_backward(
+    p: Pass,
+    w: LayerWeights,
+    g: LayerWeights,
+    x: Tensor,
+    dy: Tensor,
+    dx: Tensor | None,
+    passed: experts.Passed | None,
+) -> Tensor:
+    """dy + the gradient of the MLPs' input (N, D), in dx if given."""
+    tiled = len(x) > p.cfg.mlp_rows
+    dx = torch.empty_like(x) if tiled and dx is None else dx
+    for t in _tiles(p, w, x, passed):
+        d = _feed_backward(t, g, t.of(dy), None if dx is None else t.of(dx))
+    return dx if tiled and dx is not None else d
+
+
+def _feed_backward(t: Tile, g: LayerWeights, dy: Tensor, dx: Tensor | None) -> Tensor:
+    if t.w.post is None:
+        ((spec, mlp_, grad),) = zip(t.p.layer.mlps, t.w.mlps, g.mlps, strict=True)
+        d: Tensor = MODULES[type(spec)].backward(t.p, spec, mlp_, grad, t.x, dy, dx, dy, *t.passed)
+        return d
+    total = t.p.saved.get("mlp_branch")
+    total = _sum_(t, torch.zeros_like(t.x)) if total is None else total
+    _, stats = norm(total, t.w.post, t.p.layer.eps)
+    d_total, d = norm_backward(dy, total, t.w.post, stats, g.post), dy
+    del total
+    for i, (spec, mlp_, grad) in enumerate(zip(t.p.layer.mlps, t.w.mlps, g.mlps, strict=True)):
+        d = MODULES[type(spec)].backward(_own_pass(t.p, i), spec, mlp_, grad, t.x, d_total, d if i else dx, d)
+    return d

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import MISSING, asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,7 @@ from trireme.models.families.family import OF_LOGITS, Family, Wrapper
 from trireme.models.families.fields import ACTS, layers_of, scales_of
 from trireme.models.families.keys import InputError, Keys
 from trireme.models.families.known import why_not
-from trireme.models.families.latent import Latent
-from trireme.models.families.names import SPLIT as NO_NAMES
-from trireme.models.families.names import Names, within
+from trireme.models.families.names import MixerNames, MlpNames, Names, within
 from trireme.models.families.packing import BY_ROW as BY_ROW
 from trireme.models.families.packing import FP8 as FP8
 from trireme.models.families.packing import MX as MX
@@ -32,8 +30,8 @@ from trireme.models.families.packing import WHOLE as WHOLE
 from trireme.models.families.packing import Packing
 from trireme.models.families.quantization import SAID, packing_of, said_of
 from trireme.models.families.rope import Rope
-from trireme.models.families.scans import block_types
 from trireme.models.families.scans import Scan as Scan
+from trireme.models.families.scans import block_types
 from trireme.models.families.scores import CLASS as CLASS
 from trireme.models.families.scores import OUTPUT, STD, std_of, why_none
 from trireme.models.families.scores import class_of as class_of
@@ -155,10 +153,15 @@ class ModelConfig:
 
     @cached_property
     def names(self) -> Names:
-        """The names of its ends and blocks, and those within a block of the layer with most."""
-        most = sorted(self.layers, key=lambda layer: (layer.experts is None, layer.attention is None))
-        own = most[0].names
-        own = replace(own, output=OUTPUT) if self.scores else own
+        """The names of its ends and blocks; within a block those of a layer with attention, and of one with experts."""
+        attending = next((layer for layer in self.layers if layer.attention), None)
+        mixed = next((layer for layer in self.layers if layer.experts), None)
+        mixed = mixed or next((layer for layer in self.layers if layer.mlps), None)
+        own = self.family.names
+        own = replace(
+            own, mixer=attending.mixer_names if attending else own.mixer, mlp=mixed.mlp_names if mixed else own.mlp,
+            output=OUTPUT if self.scores else own.output,
+        )  # fmt: skip
         return within(own) if self.wrapper else own
 
     @property
@@ -224,31 +227,33 @@ class ModelConfig:
         """The form of that name."""
         return next(form for form, own in self.kinds.items() if own == name)
 
-    @property
-    def widest_head(self) -> int:
-        return max((own.attention.dim for own in self.layers if own.attention), default=0)
-
-    # Of the first layer that has them: what asks for these must become a question to a layer.
-
     @cached_property
-    def experts(self) -> Experts | None:
-        return next((layer.experts for layer in self.layers if layer.experts), None)
+    def attentions(self) -> tuple[Attention, ...]:
+        """The distinct attentions of its layers."""
+        return tuple(dict.fromkeys(layer.attention for layer in self.layers if layer.attention))
 
     @cached_property
     def scan(self) -> Scan | None:
-        return next((layer.scan for layer in self.layers if layer.scan), None)
+        """The recurrence of those of its layers that have one: it is the same in all of them."""
+        distinct = {layer.scan for layer in self.layers if layer.scan}
+        assert len(distinct) <= 1
+        return next(iter(distinct), None)
 
     @cached_property
-    def attention(self) -> Attention:
-        return next(layer.attention for layer in self.layers if layer.attention)
+    def experts(self) -> Experts | None:
+        """The experts of those of its layers that have them: they are the same in all of them."""
+        distinct = {layer.experts for layer in self.layers if layer.experts}
+        assert len(distinct) <= 1
+        return next(iter(distinct), None)
 
     @property
-    def latent(self) -> Latent | None:
-        return self.attention.latent
+    def widest_head(self) -> int:
+        return max((spec.dim for spec in self.attentions), default=0)
 
     @property
-    def rope(self) -> Rope | None:
-        return next((layer.attention.rope for layer in self.layers if layer.attention), None)
+    def rotates(self) -> bool:
+        """Whether a layer's positions are rotated."""
+        return any(own.rope for own in self.attentions)
 
 
 def with_experts(cfg: ModelConfig, **changes: Any) -> ModelConfig:
@@ -257,53 +262,53 @@ def with_experts(cfg: ModelConfig, **changes: Any) -> ModelConfig:
     return replace(cfg, layers=tuple(replace(layer, mlps=changed(layer.mlps)) for layer in cfg.layers))
 
 
-def renamed(cfg: ModelConfig, spelled: Callable[[Names], Names]) -> ModelConfig:
-    """`cfg` with other names within the layers that have experts."""
-    found = (replace(own, names=spelled(own.names)) if own.experts else own for own in cfg.layers)
-    return replace(cfg, layers=tuple(found))
+def renamed(cfg: ModelConfig, spelled: Callable[[MlpNames], MlpNames]) -> ModelConfig:
+    """`cfg` with other names of MLPs in the layers that have experts."""
+    named = lambda layer: replace(layer, mlp_names=spelled(layer.mlp_names)) if layer.experts else layer
+    return replace(cfg, layers=tuple(map(named, cfg.layers)))
 
 
 def uniform(
     model_type: str, vocab: int, width: int, n_layers: int, n_heads: int, n_kv_heads: int, head_dim: int, ffn: int,
-    max_positions: int, eps: float, tied: bool, *, qkv_bias: bool = False, o_bias: bool = False,
-    mlp_bias: bool = False, rope: Rope | None = None,
+    max_positions: int, eps: float, tied: bool, *, bias: bool = False, rope: Rope | None = None,
 ) -> ModelConfig:  # fmt: skip
-    """A model of `n_layers` alike."""
+    """A model of `n_layers` alike, with or without biases of all linear layers."""
     family = FAMILIES[model_type]
     rope = rope and replace(rope, width=rope.width or head_dim)
-    attention = Attention(n_heads, n_kv_heads, head_dim, head_dim**-0.5, rope, bias=qkv_bias, o_bias=o_bias)
-    mlp = Mlp(ffn, ACTS[family.acts[0]], family.gated, mlp_bias)
-    layer = Layer(width, eps, family.names, (attention,), (mlp,), "layer" if family.layer_norm else "rms")
+    attention = Attention(n_heads, n_kv_heads, head_dim, head_dim**-0.5, rope, bias=bias, o_bias=bias)
+    layer = Layer(
+        width, eps, (attention,), (Mlp(ffn, ACTS[family.acts[0]], family.gated, bias),), family.names.mixer,
+        family.names.mlp, "layer" if family.layer_norm else "rms", in_out=family.names.in_out,
+    )  # fmt: skip
     return ModelConfig(model_type, vocab, width, max_positions, eps, tied, (layer,) * n_layers, learned=rope is None)
 
 
-LATER = ("trains", "halves", "at_once", "slices", "media", "packing", "packed", "teaching", "smoothing", "score_std")
+# Fields that a plan adds, that say how files spell the model, or that a run may change.
+NOT_COMPARED = (
+    "trains",
+    "halves",
+    "at_once",
+    "slices",
+    "media",
+    "packing",
+    "packed",
+    "teaching",
+    "smoothing",
+    "score_std",
+)
 
 
 def numbers(cfg: ModelConfig) -> dict[str, Any]:
-    """A config as flat JSON, by which a run compares its model: without what a plan adds and how files spell it.
-
-    Layers are their distinct records, and the record of each layer.
-    """
-    found: dict[str, Any] = json.loads(json.dumps(asdict(replace(cfg, layers=()))))
-    for name in (*LATER, "layers"):
-        del found[name]
-    if found["lora"] and not found["lora"]["scales"]:
-        del found["lora"]["scales"]  # as in older records
-    if found["lora"] and not found["lora"]["dropout"]:
-        del found["lora"]["dropout"]
-    distinct = list(dict.fromkeys(cfg.layers))
+    """A config as flat JSON, by which a run compares its model. Layers are distinct records, and the number of each."""
+    layers = [replace(layer, mixer_names=MixerNames(), mlp_names=MlpNames()) for layer in cfg.layers]
+    distinct = list(dict.fromkeys(layers))
+    said = {key: value for key, value in asdict(replace(cfg, layers=())).items() if key not in NOT_COMPARED}
     for i, layer in enumerate(distinct):
-        said = json.loads(json.dumps(asdict(replace(layer, names=NO_NAMES))))
-        del said["names"]
-        found |= {f"layers.{i}.{key}": value for key, value in said.items()}
-    return found | {"layers": [distinct.index(layer) for layer in cfg.layers]}
-
-
-def default_number(name: str) -> Any:
-    """The value that records older than this name of `numbers` stand for."""
-    defaults = {f.name: f.default for f in fields(ModelConfig) if f.default is not MISSING}
-    return json.loads(json.dumps(defaults.get(name)))
+        own = asdict(layer)
+        said |= {f"layers.{i}.{key}": own[key] for key in own if not key.endswith("_names")}
+    said["layers"] = [distinct.index(layer) for layer in layers]
+    found: dict[str, Any] = json.loads(json.dumps(said))
+    return found
 
 
 def read_config(folder: str | Path, rope_factor: float | None = None) -> ModelConfig:
@@ -427,7 +432,7 @@ def _wrapped(raw: dict[str, Any], where: str, model_type: str) -> ModelConfig:
         inner = inner | {"model_type": (OTHER_NAMES | wrapper.older).get(said, said)}
     Keys(inner, where).refuse_unless("model_type", wrapper.texts)
     inner = inner | _tied(keys, Keys(inner, where), wrapper)
-    if OF_LOGITS in FAMILIES[inner["model_type"]].caps:
+    if OF_LOGITS in FAMILIES[inner["model_type"]].caps and not wrapper.caps:
         Keys(inner, where).refuse_unless(OF_LOGITS, (None,))  # transformers' multimodal class has no cap of logits
     if (said := said_of(raw, keys.where)) is not None:
         inner["quantization_config"] = said

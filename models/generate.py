@@ -16,16 +16,17 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention, silu
 
 from trireme.kernels import ops
-from trireme.models import experts, head, model
-from trireme.models.attention import Attend
+from trireme.models import head, model
 from trireme.models.block import Mixing
 from trireme.models.config import InputError, ModelConfig
 from trireme.models.families.scans import Scan
-from trireme.models.layers import Layer
 from trireme.models.mixers import scan
+from trireme.models.mixers.attention import Attend
+from trireme.models.mlps.experts import Passed
 from trireme.models.packed import DTYPE
-from trireme.models.rows import Rows, Table, Tables, Turn, make_rows, rope_tables
-from trireme.models.sizes import shapes, workspace
+from trireme.models.rows import Rotation, Rows, Table, Tables, make_rows, rope_tables
+from trireme.models.sizes import shapes
+from trireme.models.sizes.measure import temporaries
 
 Units = Callable[[], Iterator[tuple[int, Any]]]
 Pick = Callable[[Tensor], list[int]]  # logits (B, V) fp32 -> a token of each
@@ -71,7 +72,7 @@ def generate(
     done = lambda i: len(new[i]) == room[i] or bool(new[i]) and new[i][-1] in eos
 
     ids = [token for p in prompts for token in p]
-    rows = {place: _turned(cfg, make_rows(lengths, tables[place], place), lengths, longest) for place in tables}
+    rows = {place: _with_angles(cfg, make_rows(lengths, tables[place], place), lengths, longest) for place in tables}
     single = {place: make_rows([1] * len(prompts), tables[place], place) for place in tables}
     while True:
         logits = _logits(cfg, units, torch.tensor(ids, device=places[0]), rows, cache)
@@ -83,13 +84,13 @@ def generate(
         now = [n + len(tokens) for n, tokens in zip(lengths, new, strict=True)]
         if any(now[i] == _switch(cfg, longest) + 1 and not done(i) for i in range(len(new))):
             ids = [token for prompt, tokens in zip(prompts, new, strict=True) for token in (*prompt, *tokens)]
-            rows = {place: _turned(cfg, make_rows(now, tables[place], place), now, longest) for place in tables}
-            continue  # keys in the cache are turned by the short factors
+            rows = {place: _with_angles(cfg, make_rows(now, tables[place], place), now, longest) for place in tables}
+            continue  # keys in the cache are rotated by the short factors
         # finished prompts repeat their last token in place: the batch keeps its shape
         ids = [tokens[-1] for tokens in new]
         for place, each in single.items():
             positions = torch.tensor(now, dtype=torch.int32, device=place) - 1
-            rows[place] = _turned(cfg, each._replace(docs=each.docs._replace(positions=positions)), now, longest)
+            rows[place] = _with_angles(cfg, each._replace(docs=each.docs._replace(positions=positions)), now, longest)
 
 
 def _switch(cfg: ModelConfig, longest: int) -> int:
@@ -97,29 +98,29 @@ def _switch(cfg: ModelConfig, longest: int) -> int:
 
     As in transformers, texts that become longer are computed again from their beginning, with the long factors.
     """
-    rope = cfg.rope
-    return rope.original_positions if rope and rope.kind == "longrope" and longest > rope.original_positions else 0
+    ropes = (spec.rope for spec in cfg.attentions if spec.rope and spec.rope.kind == "longrope")
+    return next((rope.original_positions for rope in ropes if longest > rope.original_positions), 0)
 
 
 def _tables(cfg: ModelConfig, longest: int, place: torch.device) -> Tables:
     """Tables for positions below `longest`; where longrope switches, the short factors' rows come first."""
-    found = rope_tables(cfg, longest, place)
+    tables = rope_tables(cfg, longest, place)
     if not (switch := _switch(cfg, longest)):
-        return found
+        return tables
     joined = lambda a, b: Table(torch.cat([a.cos, b.cos]), torch.cat([a.sin, b.sin]), b.pairs)
-    short = {rope: turn.key for rope, turn in rope_tables(cfg, switch, place).items()}
-    both = {rope: joined(short[rope], turn.key) for rope, turn in found.items()}
-    return {rope: Turn(table, table) for rope, table in both.items()}
+    short = {rope: rotation.key for rope, rotation in rope_tables(cfg, switch, place).items()}
+    both = {rope: joined(short[rope], rotation.key) for rope, rotation in tables.items()}
+    return {rope: Rotation(table, table) for rope, table in both.items()}
 
 
-def _turned(cfg: ModelConfig, rows: Rows, lengths: Sequence[int], longest: int) -> Rows:
-    """Rows of documents that are now `lengths` tokens long, with the rows of `_tables` that turn them."""
+def _with_angles(cfg: ModelConfig, rows: Rows, lengths: Sequence[int], longest: int) -> Rows:
+    """Rows of documents that are now `lengths` tokens long, with their rows of `_tables`."""
     if not (switch := _switch(cfg, longest)):
         return rows
     docs = rows.docs
     first = torch.tensor([switch if n > switch else 0 for n in lengths], dtype=torch.int32)
     first = torch.repeat_interleave(first, torch.tensor(docs.lengths)).to(docs.positions.device)
-    return rows._replace(turns=docs.positions + first)
+    return rows._replace(angles=docs.positions + first)
 
 
 def needs(cfg: ModelConfig, n_prompts: int, length: int, max_new: int, itemsize: int) -> int:
@@ -129,23 +130,22 @@ def needs(cfg: ModelConfig, n_prompts: int, length: int, max_new: int, itemsize:
     """
     positions = n_prompts * (length + max_new)
     tokens = positions if _switch(cfg, length + max_new) else n_prompts * length
-    attending = [own.attention for own in cfg.layers if own.attention]
-    cache = positions * sum(a.kv_heads * (a.dim + a.value_dim) for a in attending) * itemsize
-    for own in [layer.scan for layer in cfg.layers if layer.scan]:
-        cache += n_prompts * (4 * own.heads * own.key_dim * own.value_dim + itemsize * (own.taps - 1) * own.channels)
-    if cfg.scan:
-        own = cfg.scan
-        cache += n_prompts * 2 * 4 * own.heads * own.key_dim * own.value_dim
+    attentions = [layer.attention for layer in cfg.layers if layer.attention]
+    cache = positions * sum(a.kv_heads * (a.dim + a.value_dim) for a in attentions) * itemsize
+    if spec := cfg.scan:  # states of all layers, and of one twice what the next one is made of
+        state, layers = (
+            4 * spec.heads * spec.key_dim * spec.value_dim,
+            sum(layer.scan is not None for layer in cfg.layers),
+        )
+        cache += n_prompts * (state * (layers + 2) + layers * itemsize * (spec.taps - 1) * spec.channels)
     kinds = {shapes.kind(cfg, u): u for u in range(1, cfg.n_units - 1)}
-    blocks = [workspace.workspace_bytes(cfg, u, tokens, itemsize) for u in kinds.values()]
+    blocks = [temporaries(cfg, u, tokens, itemsize) for u in kinds.values()]
     whole = 2 * tokens * cfg.width * itemsize + max(blocks)  # a block's input and output
     whole += sum(4 * prod(shape) for shape, _ in shapes.passed_shapes(cfg, tokens).values()) * (cfg.slices > 1)
-    heads = max((a.q_width + a.out_width for a in attending), default=0)
+    heads = max((a.q_width + a.out_width for a in attentions), default=0)
     single = positions * heads * (itemsize + 4)  # a layer's cache by head, and in fp32
-    ends = (
-        16 * (length + max_new) * max((a.dim for a in attending), default=0) + 12 * n_prompts * cfg.vocab
-    )  # rotary tables; logits, copied
-    return cache + max(whole, single) + ends
+    tables = 16 * (length + max_new) * max((a.dim for a in attentions), default=0)
+    return cache + max(whole, single) + tables + 12 * n_prompts * cfg.vocab  # logits, copied
 
 
 def _room(cfg: ModelConfig, length: int, max_new: int) -> int:
@@ -161,7 +161,7 @@ def _logits(cfg: ModelConfig, units: Units, ids: Tensor, rows: Mapping[torch.dev
     """The logits (B, V) fp32 after each document's last token."""
     x, out = (torch.empty((len(ids), cfg.width), dtype=cache.dtype, device=ids.device) for _ in range(2))
     into = {place: cache.into(each.docs) for place, each in rows.items()}
-    passed: experts.Passed | None = None
+    passed: Passed | None = None
     for u, w in units():
         at = cache.places[u]
         if len(rows) > 1 and x.device != at:
@@ -172,7 +172,7 @@ def _logits(cfg: ModelConfig, units: Units, ids: Tensor, rows: Mapping[torch.dev
                 head.embed_forward(w, ids, rows[at], x)
             elif u < cfg.n_units - 1:
                 attend = cache.mixer(shapes.layer(cfg, u), into[at])
-                part = next((own.part for own in w.mlps if isinstance(own, experts.Weights)), None)
+                part = w.part
                 if part is not None and passed is None:
                     found = shapes.passed_shapes(cfg, len(x))
                     passed = {name: torch.empty(s, dtype=DTYPE[d], device=at) for name, (s, d) in found.items()}
@@ -192,15 +192,15 @@ class _Cache:
         self, cfg: ModelConfig, n_prompts: int, positions: int, places: Sequence[torch.device], dtype: torch.dtype
     ):
         self.cfg, self.dtype, self.places, self.positions = cfg, dtype, places, positions
-        self.sinks = bool(cfg.names.sinks)
+        self.sinks = bool(cfg.names.mixer.sinks)
         at = {shapes.layer(cfg, u): places[u] for u in range(cfg.n_units - 2, 0, -1)}  # a layer's first unit
         self.k, self.v, self.states = dict[int, Tensor](), dict[int, Tensor](), dict[int, _States]()
         for i, layer in enumerate(cfg.layers):
-            if own := layer.attention:  # no NaN: masked are times 0
-                made = lambda d, own=own, place=at[i]: torch.zeros(
-                    (n_prompts, positions, own.kv_heads, d), dtype=dtype, device=place
+            if spec := layer.attention:  # zeros, not NaN: what is masked is multiplied by 0
+                rows = n_prompts, positions, spec.kv_heads
+                self.k[i], self.v[i] = (
+                    torch.zeros((*rows, d), dtype=dtype, device=at[i]) for d in (spec.dim, spec.value_dim)
                 )
-                self.k[i], self.v[i] = made(own.dim), made(own.value_dim)
             if layer.scan:
                 self.states[i] = _States(layer.scan, n_prompts, at[i], dtype)
 
@@ -211,8 +211,10 @@ class _Cache:
 
     def mixer(self, layer: int, place: Tensor) -> Mixing:
         """The functions that a layer's mixers call in place of those of training."""
-        scans = (isinstance(own, Scan) for own in self.cfg.layers[layer].mixers)
-        return tuple(self.states[layer].recur if each else self.attention(layer, place) for each in scans)
+        return tuple(
+            self.states[layer].recur if isinstance(spec, Scan) else self.attention(layer, place)
+            for spec in self.cfg.layers[layer].mixers
+        )
 
     def attention(self, layer: int, place: Tensor) -> Attend:
         """A function in place of ops.attention_fwd: first for packed prompts, then for one token each over the cache.
@@ -243,17 +245,16 @@ class _Cache:
 class _States:
     """A layer's recurrence: states (B, H, d, e) fp32, and the last inputs of its convolution, (B, taps - 1, C)."""
 
-    def __init__(self, own: Scan, n_prompts: int, device: torch.device, dtype: torch.dtype):
-        self.memory = torch.zeros((n_prompts, own.heads, own.key_dim, own.value_dim), device=device)
-        self.before = torch.zeros((n_prompts, own.taps - 1, own.channels), dtype=dtype, device=device)
+    def __init__(self, spec: Scan, n_prompts: int, device: torch.device, dtype: torch.dtype):
+        self.memory = torch.zeros((n_prompts, spec.heads, spec.key_dim, spec.value_dim), device=device)
+        self.before = torch.zeros((n_prompts, spec.taps - 1, spec.channels), dtype=dtype, device=device)
 
-    def recur(self, layer: Layer, w: scan.Weights, parts: scan.Parts, rows: Rows) -> Tensor:
+    def recur(self, spec: Scan, w: scan.ScanWeights, parts: scan.ScanParts, rows: Rows) -> Tensor:
         """In place of the recurrence of training (scan.Recur): first for packed prompts, then for one token each."""
         if len(parts.a) == len(self.memory):
-            return self._next(layer, w, parts)
-        assert layer.scan is not None
-        a = scan.inputs(layer, w, parts, ops.conv_fwd(parts.channels, w.conv, w.conv_bias, rows.docs))
-        out = ops.scan_fwd(a.q, a.k, a.v, a.g, a.beta, rows.docs, layer.scan.delta, w.skip, None, self.memory)
+            return self._next(spec, w, parts)
+        a = scan.inputs(spec, w, parts, ops.conv_fwd(parts.channels, w.conv, w.conv_bias, rows.docs))
+        out = ops.scan_fwd(a.q, a.k, a.v, a.g, a.beta, rows.docs, spec.delta, w.skip, None, self.memory)
         seen, end = self.before.shape[1], 0
         for i, length in enumerate(rows.docs.lengths):
             end += length
@@ -261,19 +262,17 @@ class _States:
             self.before[i, seen - n :] = parts.channels[end - n : end]
         return out.flatten(1)
 
-    def _next(self, layer: Layer, w: scan.Weights, parts: scan.Parts) -> Tensor:
+    def _next(self, spec: Scan, w: scan.ScanWeights, parts: scan.ScanParts) -> Tensor:
         """The outputs for one token of each prompt, (B, H e)."""
         seen = torch.cat([self.before, parts.channels[:, None]], 1)
         self.before.copy_(seen[:, 1:])
         summed = (seen.float() * w.conv.T.float()).sum(1)
         raw = silu(summed if w.conv_bias is None else summed + w.conv_bias.float()).to(seen.dtype)
-        a = scan.inputs(layer, w, parts, raw)
-        heads = self.memory.shape[1]
-        q, k = (t.float().repeat_interleave(heads // t.shape[1], 1) for t in (a.q, a.k))
+        a = scan.inputs(spec, w, parts, raw)
+        q, k = (t.float().repeat_interleave(spec.heads // t.shape[1], 1) for t in (a.q, a.k))
         self.memory.mul_(a.g.exp()[..., None, None])
         v = a.v.float()
-        assert layer.scan is not None
-        new = v - torch.einsum("bhde,bhd->bhe", self.memory, k) if layer.scan.delta else v
+        new = v - torch.einsum("bhde,bhd->bhe", self.memory, k) if spec.delta else v
         self.memory.add_(k[..., None] * (a.beta[..., None] * new)[:, :, None])
         y = torch.einsum("bhde,bhd->bhe", self.memory, q)
         return (y if w.skip is None else y + w.skip.float()[:, None] * v).to(seen.dtype).flatten(1)

@@ -15,10 +15,11 @@ from trireme.models.config import ModelConfig
 from trireme.models.linear import trained
 from trireme.models.norm import Norm, Stats, norm, norm_backward
 from trireme.models.rows import Rows
-from trireme.models.sizes.shapes import embedding_name, output_name
-from trireme.models.sizes.workspace import SCORE_ROWS, rows_of_loss
+from trireme.models.sizes.shapes import embedding_name, is_frozen, output_name
 
 TOP_CHUNK = 512  # rows of fp32 logits
+LOSS_CHUNK = 2048  # rows of logits, where they are summed in fp32
+SCORE_ROWS = 512  # documents that a score head reads at once
 
 
 class EmbedWeights(NamedTuple):
@@ -99,6 +100,15 @@ def embed_backward(g: EmbedWeights, dy: Tensor, ids: Tensor, rows: Rows) -> None
         ops.embedding_bwd_(g.tokens, dy if g.scale == 1.0 else dy * g.scale_of(dy.dtype), ids)
     if g.positions is not None and trained(g.positions):
         ops.embedding_bwd_(g.positions, dy, rows.docs.positions.long())
+
+
+def rows_of_loss(cfg: ModelConfig, tokens: int, grad_itemsize: int) -> int:
+    """Rows of logits at a time: all where they take less memory than an fp32 sum of the matrix's gradient would.
+
+    `tokens` are the micro-batch's, not those with labels, so that results do not depend on the data's labels.
+    """
+    summed = grad_itemsize < 4 and not is_frozen(cfg, [(output_name(cfg), (cfg.vocab, cfg.width))])
+    return tokens if summed and tokens <= LOSS_CHUNK + 2 * cfg.width else min(tokens, LOSS_CHUNK)
 
 
 def final_norm(cfg: ModelConfig, w: HeadWeights, x: Tensor) -> tuple[Tensor, Stats | None]:

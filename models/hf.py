@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from trireme.models.config import InputError, ModelConfig, renamed
-from trireme.models.families.names import apart, turned
+from trireme.models.families.names import in_one, one_by_one
 from trireme.models.families.scans import Scan
 from trireme.models.sizes.narrow import packed_parts
 from trireme.models.sizes.shapes import output_name, stored_tensors
@@ -23,26 +23,25 @@ WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod."
 
 def as_found(cfg: ModelConfig, found: Mapping[str, Shape]) -> ModelConfig:
     """`cfg` with experts and convolutions stored as in `found` (name -> shape): files have them in several ways."""
-    if cfg.scan and any(layer.names.convs for layer in cfg.layers):
+    if cfg.scan and cfg.names.mixer.convs:
         parts = _convs(cfg, found)
         split = lambda m: replace(m, parts=parts) if isinstance(m, Scan) else m
         cfg = replace(cfg, layers=tuple(replace(own, mixers=tuple(map(split, own.mixers))) for own in cfg.layers))
-    own = cfg.experts
-    if own is None:
+    spec, names = cfg.experts, cfg.names.mlp
+    if spec is None:
         return cfg
-    each = any(f".{cfg.names.experts}.0." in name for name in found)  # also where an MTP layer has them in one
-    if each and cfg.names.stacked:
-        return renamed(cfg, apart)
-    in_one = (cfg.names.each or cfg.names.stacked) and any(name.endswith(_IN_ONE) for name in found)
-    if in_one and not each:
-        return renamed(cfg, turned)
-    if not cfg.names.either:
+    single = any(f".{names.experts}.0." in name for name in found)  # also where an MTP layer has them in one
+    if single and names.stacked:
+        return renamed(cfg, one_by_one)
+    if not single and (names.single or names.stacked) and any(name.endswith(_IN_ONE) for name in found):
+        return renamed(cfg, in_one)
+    if not names.either:
         return cfg
-    out_in = {"gate_up_proj": (own.count, 2 * own.width, cfg.width), "down_proj": (own.count, cfg.width, own.width)}
-    seen = {name.rpartition(".")[2]: tuple(shape) for name, shape in found.items() if f".{cfg.names.experts}." in name}
+    out_in = {"gate_up_proj": (spec.count, 2 * spec.width, cfg.width), "down_proj": (spec.count, cfg.width, spec.width)}
+    seen = {name.rpartition(".")[2]: tuple(shape) for name, shape in found.items() if f".{names.experts}." in name}
     square = {name for name, (_, rows, columns) in out_in.items() if rows == columns}
     if all(seen.get(name) == shape for name, shape in out_in.items() if name not in square):
-        return renamed(cfg, turned)
+        return renamed(cfg, in_one)
     return cfg
 
 
@@ -52,7 +51,7 @@ def _convs(cfg: ModelConfig, found: Mapping[str, Shape]) -> tuple[int, ...]:
     transformers writes parts of about equal size, whatever channels they hold.
     """
     i, layer = next((i, layer) for i, layer in enumerate(cfg.layers) if layer.scan)
-    own, names, prefix = layer.scan, layer.names, cfg.names.prefix(i)
+    own, names, prefix = layer.scan, layer.mixer_names, cfg.names.prefix(i)
     assert own is not None
     short = prefix.removeprefix(cfg.names.base)
     shape = lambda name: found.get(f"{prefix}{name}.weight") or found.get(f"{short}{name}.weight")
@@ -72,7 +71,7 @@ def canonical_names(
     is made then; an output matrix in addition to a score head is not used. `named(name)` is how messages call a tensor,
     or the checkpoint. Raises InputError if a tensor is missing, unknown, or of another shape than config.json says.
     """
-    experts = cfg.experts.count if cfg.experts and cfg.names.each else 1
+    experts = cfg.experts.count if cfg.experts and cfg.names.mlp.single else 1
     mixed = sum(layer.experts is not None for layer in cfg.layers)
     if mixed * experts + cfg.n_layers - mixed > len(found):  # before work that grows with layers
         each = f" of {experts:,} experts" if cfg.experts else ""
@@ -159,7 +158,7 @@ def _in_full(cfg: ModelConfig, name: str) -> Iterator[str]:
     """The canonical names that a stored name may stand for."""
     yield name
     yield cfg.names.base + name
-    for there, here in cfg.names.also:
+    for there, here in cfg.names.files.also:
         if there in name:
             yield name.replace(there, here)
             yield cfg.names.base + name.replace(there, here)

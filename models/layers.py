@@ -6,13 +6,13 @@ engine is a layer, or one half of it: a Layer without MLPs, or without mixers. N
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Literal
 
 from trireme.models.families.experts import Experts
 from trireme.models.families.latent import Latent
-from trireme.models.families.names import Names
+from trireme.models.families.names import MixerNames, MlpNames
 from trireme.models.families.rope import Rope
 from trireme.models.families.scans import Scan
 
@@ -80,6 +80,11 @@ class Mlp:
     gate_scale: float = 1.0  # of the gate, before its activation
     factor: float = 1.0  # of what is added to the residual
 
+    @property
+    def first_bias(self) -> bool:
+        """Whether the bias of the first linear layer is added by its matmul, not by the activation's kernel."""
+        return self.bias and (self.gated or self.act == "relu2")
+
 
 @dataclass(frozen=True)
 class Layer:
@@ -87,18 +92,20 @@ class Layer:
 
     width: int
     eps: float
-    names: Names
     mixers: tuple[Attention | Scan, ...] = ()
     mlps: tuple[Mlp | Experts, ...] = ()
+    mixer_names: MixerNames = MixerNames()
+    mlp_names: MlpNames = MlpNames()
     norm: Literal["rms", "rms + 1", "layer"] = "rms"
     parallel: bool = False  # mixers and MLPs read one input
-    scaled: bool = False  # the residual behind it times a stored number
+    in_out: bool = False  # matrices are stored (in, out), not (out, in)
 
     @cached_property
     def _hash(self) -> int:
-        return hash((self.width, self.eps, self.names, self.mixers, self.mlps, self.norm, self.parallel, self.scaled))
+        return hash(tuple(getattr(self, f.name) for f in fields(self)))
 
     def __hash__(self) -> int:
+        """Computed once: counts and layouts are kept by layer."""
         return self._hash
 
     @cached_property
@@ -123,22 +130,22 @@ class Layer:
         return self.parallel or not (self.mixers and self.mlps)
 
     @property
-    def what(self) -> str:
-        """ "block", "attention" (any mixer) or "mlp"."""
+    def what(self) -> Literal["block", "attention", "mlp"]:
+        """Its part of a block; "attention" is any mixer."""
         return "block" if self.mixers and self.mlps else "attention" if self.mixers else "mlp"
 
     @cached_property
     def mixing(self) -> Layer:
         """Its first half."""
-        return replace(self, mlps=(), names=self.names.of_mixers, scaled=False)
+        return replace(self, mlps=(), mlp_names=MlpNames())
 
     @cached_property
     def feeding(self) -> Layer:
         """Its second half."""
-        return replace(self, mixers=(), names=self.names.of_mlps)
+        return replace(self, mixers=(), mixer_names=MixerNames())
 
     @cached_property
     def form(self) -> Layer:
-        """It without what changes no shape: layers of one form have one layout, one workspace, one choice of tensors."""
+        """It without what changes no shape: layers of one form have the same layout, sizes and saved tensors."""
         plain = lambda m: replace(m, rope=None, window=0, scale=1.0) if isinstance(m, Attention) else m
         return replace(self, mixers=tuple(map(plain, self.mixers)))

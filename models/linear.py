@@ -57,7 +57,7 @@ Operand = Tensor | ops.Quantized  # x (N, in), or its codes for a layer that tak
 Upstream = Tensor | Gradient
 
 
-def turned_alone(x: Operand) -> Operand:
+def columns_alone(x: Operand) -> Operand:
     """x, of whose codes only the columns remain, which gradients of weights read: the rows are freed."""
     return x if isinstance(x, Tensor) else x._replace(rows=None)
 
@@ -148,9 +148,9 @@ def _matmul(a: ops.Quantized, w: Linear, forward: bool, out: Tensor, bias: Tenso
 
 def _codes(weight: Tensor) -> tuple[Tensor, Tensor]:
     """(codes, scale) of a weight that may be a transposed view, in the order of its shape."""
-    turned = not weight.is_contiguous()
-    codes = ops.quantize(weight.T if turned else weight, rows=not turned, columns=turned)
-    order = codes.columns if turned else codes.rows
+    transposed = not weight.is_contiguous()
+    codes = ops.quantize(weight.T if transposed else weight, rows=not transposed, columns=transposed)
+    order = codes.columns if transposed else codes.rows
     assert order is not None
     return order, codes.scale
 
@@ -159,12 +159,12 @@ def add_gradients_(g: Linear, w: Linear, x: Operand, dy: Upstream) -> None:
     """Adds the gradients of the trained weights to g, given x (N, in) and dy (N, out) from `upstream`."""
     codes, plain = (dy.codes, dy.dy) if isinstance(dy, Gradient) else (None, dy)
     if codes is not None and trained(g.weight):
-        turned = ops.quantize(x, rows=False, columns=True) if isinstance(x, Tensor) else x
+        columns = ops.quantize(x, rows=False, columns=True) if isinstance(x, Tensor) else x
         if g.weight.is_contiguous():
-            _add_codes_(g.weight, turned, codes)
+            _add_codes_(g.weight, columns, codes)
         else:  # stored (out, in)
-            _add_codes_(g.weight.T, codes, turned)
-        del turned
+            _add_codes_(g.weight.T, codes, columns)
+        del columns
     if plain is None:
         return
     if codes is None and trained(g.weight):
@@ -180,7 +180,7 @@ def add_gradients_(g: Linear, w: Linear, x: Operand, dy: Upstream) -> None:
         dh = _down_gradient(dy)
         for part, read in lora.inputs(x, w.adapters):
             add_matmul_(g.adapters.a[part], dh[:, part], read)
-            del read  # workspace._block_workspace
+            del read
         for b, h, (start, stop) in zip(g.adapters.b, lora.scaled_down(x, w.adapters), w.adapters.columns, strict=True):
             add_matmul_(b, plain[:, start:stop], h)
 

@@ -95,7 +95,7 @@ def add_backward_(dx_: Tensor, dh: Tensor, w: Adapters) -> None:
     for i, (a, each) in enumerate(zip(w.each(), dh.split(w.rank, 1), strict=True)):
         d = torch.mm(each, a)
         dx_.add_(dropped(d, w, i, d))
-        del d  # workspace._block_workspace
+        del d
 
 
 def inputs(x: Tensor, w: Adapters) -> Iterator[tuple[slice, Tensor]]:

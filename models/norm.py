@@ -110,5 +110,5 @@ def normed_linear_backward(
     (before, layer), (g_before, g_layer) = w, g
     y, stats = norm_for(layer, x, before, eps, forward=False, backward=trained(g_layer.weight))
     add_gradients_(g_layer, layer, y, d)
-    del y  # workspace._around_mixer
+    del y
     norm_backward(linear_backward(d, layer), x, before, stats, g_before, dy, dx)

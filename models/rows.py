@@ -14,11 +14,9 @@ from torch import Tensor
 
 from trireme.kernels import ops
 from trireme.models.config import ModelConfig
-from trireme.models.families.experts import Experts
 from trireme.models.families.latent import Latent
 from trireme.models.families.rope import Rope
-from trireme.models.families.scans import Scan
-from trireme.models.layers import Attention, Layer, Mlp
+from trireme.models.layers import Attention, Layer
 from trireme.models.lora import Dropout, part_key
 
 
@@ -30,7 +28,7 @@ class Table(NamedTuple):
     pairs: bool = False  # of neighbours, not halves
 
 
-class Turn(NamedTuple):
+class Rotation(NamedTuple):
     """The tables of a rope."""
 
     query: Table
@@ -38,7 +36,7 @@ class Turn(NamedTuple):
     rest: Table | None = None  # of latent attention's queries: scales those features that are not rotated
 
 
-Tables = dict[Rope, Turn]  # of each rope that a layer has
+Tables = dict[Rope, Rotation]  # of each rope that a layer has
 
 
 class Load(NamedTuple):
@@ -116,7 +114,11 @@ class Rows(NamedTuple):
     load: Load | None = None  # of a step in training
     noise: Noise | None = None  # likewise
     dropout: Dropout | None = None  # likewise, of adapters
-    turns: Tensor | None = None  # (N,) int32 rows of the tables; None: positions in the documents
+    angles: Tensor | None = None  # (N,) int32 rows of the tables; None: positions in the documents
+
+    def rotation(self, own: Attention) -> Rotation | None:
+        """The tables of a mixer's queries and keys; None without rope."""
+        return None if own.rope is None else self.tables[own.rope]
 
     def in_layer(self, layer: int) -> Rows:
         """These rows with dropout masks of this layer's own."""
@@ -134,39 +136,12 @@ class Pass(NamedTuple):
     rows: Rows
     saved: dict[str, Tensor]  # forward fills them, backward recomputes what is not there
 
-    @property
-    def attention(self) -> Attention:
-        assert self.layer.attention is not None
-        return self.layer.attention
-
-    @property
-    def mlp(self) -> Mlp:
-        assert self.layer.mlp is not None
-        return self.layer.mlp
-
-    @property
-    def experts(self) -> Experts:
-        assert self.layer.experts is not None
-        return self.layer.experts
-
-    @property
-    def scan(self) -> Scan:
-        assert self.layer.scan is not None
-        return self.layer.scan
-
-    @property
-    def turn(self) -> Turn | None:
-        """The tables of queries and keys; None in a layer without rope."""
-        rope = self.attention.rope
-        return None if rope is None else self.rows.tables[rope]
-
 
 def rotate_(heads_: Tensor, table: Table | None, rows: Rows, inverse: bool = False) -> None:
     """Rotates the first features of heads_ (N, heads, d), as many as the table has; none without a table."""
     if table is not None:
-        turned = heads_[..., : 2 * table.cos.shape[1]]
-        turns = rows.docs.positions if rows.turns is None else rows.turns
-        ops.rope_(turned, table.cos, table.sin, turns, inverse, table.pairs)
+        angles = rows.docs.positions if rows.angles is None else rows.angles
+        ops.rope_(heads_[..., : 2 * table.cos.shape[1]], table.cos, table.sin, angles, inverse, table.pairs)
 
 
 def make_rows(lengths: Sequence[int], tables: Tables, device: torch.device | str) -> Rows:
@@ -176,11 +151,10 @@ def make_rows(lengths: Sequence[int], tables: Tables, device: torch.device | str
 
 def rope_tables(cfg: ModelConfig, length: int, device: torch.device | str) -> Tables:
     """Tables for positions below `length`, made once for a run, since longrope chooses frequencies by length."""
-    found = (layer.attention for layer in cfg.layers if layer.attention)
-    return {own.rope: _turn(own.rope, own.latent, length, device) for own in dict.fromkeys(found) if own.rope}
+    return {own.rope: _rotation(own.rope, own.latent, length, device) for own in cfg.attentions if own.rope}
 
 
-def _turn(rope: Rope, latent: Latent | None, length: int, device: torch.device | str) -> Turn:
+def _rotation(rope: Rope, latent: Latent | None, length: int, device: torch.device | str) -> Rotation:
     def table(by: Tensor | float = 1.0) -> Table:
         found = ops.rope_table(_inv_freq(rope, rope.width, length), length, rope.attention_factor)
         cos, sin = ((t * by).to(device) for t in found)
@@ -188,18 +162,18 @@ def _turn(rope: Rope, latent: Latent | None, length: int, device: torch.device |
 
     key = table()
     if not rope.query_beta or length <= rope.original_positions:
-        return Turn(key, key)
+        return Rotation(key, key)
     by, rest = _query_scale(rope, length), None
     if latent is not None:
         cos = by.expand(-1, latent.nope // 2).contiguous().to(device)
         rest = Table(cos, torch.zeros_like(cos))
-    return Turn(table(by), key, rest)
+    return Rotation(table(by), key, rest)
 
 
 def _query_scale(rope: Rope, length: int) -> Tensor:
     """Llama 4's factor of queries by position, (length, 1) fp32: it grows with the position in the document."""
-    turns = torch.floor(torch.arange(length) / rope.original_positions)
-    return (1 + rope.query_beta * torch.log(1 + turns))[:, None]
+    contexts = torch.floor(torch.arange(length) / rope.original_positions)
+    return (1 + rope.query_beta * torch.log(1 + contexts))[:, None]
 
 
 def _inv_freq(rope: Rope, width: int, length: int) -> Tensor:

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import gc
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache, partial
+from functools import cache, lru_cache
 
 from trireme.engine.build import Engine, Inputs, build
 from trireme.engine.geometry import ADAM_BYTES, Geometry
@@ -22,22 +22,17 @@ from trireme.engine.queues.task import Kind, Task
 from trireme.engine.queues.trace import Span
 from trireme.engine.step import evaluate, train_step
 from trireme.models.config import ModelConfig
-from trireme.models.families.experts import Experts
-from trireme.models.families.scans import Scan
-from trireme.models.layers import Layer
-from trireme.models.sizes import costs, narrow, shapes, workspace
+from trireme.models.sizes import costs, measure, shapes
+from trireme.models.sizes.measure import Work
 from trireme.storage.layout import ITEMSIZE
 
 PASSES: dict[Kind, float] = {"finish": 1.9, "zero": 1.3, "decode": 1.3}  # bytes copied for each byte of a task
-KERNELS: dict[Kind, int] = {"forward": 12, "backward": 40, "finish": 8, "statistics": 10}  # others: 1
-RECURRENCE: dict[Kind, int] = {"forward": 18, "backward": 75}  # additional kernels of a mixer with a recurrence
+KERNELS: dict[Kind, int] = {"finish": 8, "statistics": 10}  # of a block; others: 1
 LOSS_FORWARD = 1 / 3  # share of forward in the loss's three matrix multiplications
-LOSS_KERNELS = 12, 6  # kernels of the loss, and additional ones for each chunk of logits
 FP8_LAYERS = 4  # linear layers of a block; for each, two kernels quantize a matrix
 # Each other GPU's thread delays the launch of a kernel by this multiple of `Rates.host`. Fitted: 1.1 to 2.3 in steps of
 # 3B to 30B on two and four H100s.
 CONTENTION = 1.6
-EMBED_KERNELS: dict[Kind, int] = {"forward": 1, "backward": 4}  # backward sorts ids and adds in place
 # Time of the interpreter in a block between its kernels, in units of Rates.task: 0.2 and 0.43 ms where a task takes 47
 # us
 WITHIN: dict[Kind, int] = {"forward": 4, "backward": 9}
@@ -255,7 +250,7 @@ def durations(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch, k: int =
     speed = {queue: getattr(rates, DRIVE.get(queue, queue)) for queue in ("h2d", "d2h", *DRIVE)}
     speed |= dict.fromkeys(NET, rates.net) | dict.fromkeys(PEERS, rates.peer or min(rates.h2d, rates.d2h))
     speed["cpu"] = ADAM_BYTES * rates.adam * rates.concurrent
-    kernels_in = cache(lambda kind: kernels_of(cfg, kind, "", batch.learned))
+    kernels_in = cache(lambda kind: kernels_of(cfg, plan, batch, kind, None))
 
     def duration(task: Task) -> float:
         if (queue := plain(task.queue)) in speed:
@@ -273,36 +268,41 @@ def issues(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch, k: int) -> 
     where each GPU's thread launches them. k micro-batches are simulated as one.
     """
     cfg = plan.cut(cfg)
-    kinds = {name: shapes.kind(cfg, u) for u, name in enumerate(shapes.unit_names(cfg))}
+    geo = Geometry.of(cfg, plan)
+    units = {name: geo.unit_of(v) for v, name in enumerate(geo.base_names)} | {n: u for u, n in enumerate(geo.names)}
 
     @cache
-    def seconds(kind: Kind, of: str) -> float:
-        started = rates.host * kernels_of(cfg, kind, of, batch.learned)
+    def seconds(kind: Kind, u: int | None) -> float:
+        started = rates.host * kernels_of(cfg, plan, batch, kind, u)
         if kind not in MICRO:
             return started
-        within = 0 if of == "embed" else WITHIN.get(kind, 0) / len(shapes.inner_kinds(cfg))
+        within = WITHIN.get(kind, 0) / len(shapes.inner_kinds(cfg)) if u else 0
         return k * (started + within * rates.task) + (k - 1) * rates.task
 
     def issue(task: Task) -> float:
-        return seconds(task.kind, kinds.get(task.of, "")) if plan.gpus == 1 and task.queue == "compute" else 0.0
+        return seconds(task.kind, units.get(task.of)) if plan.gpus == 1 and task.queue == "compute" else 0.0
 
     return issue
 
 
-def kernels_of(cfg: ModelConfig, kind: Kind, of: str, learned: int) -> float:
-    """Kernels of a task on the GPU. `of`: the kind of its unit (shapes.kind); `learned`: labels in a micro-batch."""
-    if kind == "loss":
-        return LOSS_KERNELS[0] + LOSS_KERNELS[1] * -(-learned // workspace.LOSS_CHUNK)
-    if of == "embed" and kind in MICRO:
-        return EMBED_KERNELS[kind]
-    recurs = of in cfg.kinds.values() and cfg.kind(of).scan is not None
-    thin = (2 if cfg.lora else 1) * (1.6 if cfg.fp8 else 1)  # adapters double the kernels; others make codes
+def kernels_of(cfg: ModelConfig, plan: Plan, batch: Batch, kind: Kind, u: int | None) -> float:
+    """Kernels of a task on the GPU; u: its unit, if it has one."""
+    if kind in MICRO and u is not None:
+        forward, backward = work_of(cfg, plan, batch, u)
+        return (forward if kind == "forward" else backward).launches
     if kind == "decode" and cfg.fp8:
         return 2 * FP8_LAYERS / len(shapes.inner_kinds(cfg))
-    if kind in MICRO or kind == "finish":
-        each = (thin if kind in MICRO else 1) * KERNELS[kind] / len(shapes.inner_kinds(cfg))
-        return each + recurs * RECURRENCE.get(kind, 0)
-    return KERNELS.get(kind, 1)
+    return KERNELS.get(kind, 1) / (len(shapes.inner_kinds(cfg)) if kind == "finish" else 1)
+
+
+def work_of(cfg: ModelConfig, plan: Plan, batch: Batch, u: int) -> tuple[Work, Work]:
+    """What (forward, backward) of a micro-batch of unit u take on the GPU; of the head its loss, without and with
+    gradients.
+    """
+    tokens, itemsize = batch.learned if u == cfg.n_units - 1 else batch.tokens, ITEMSIZE[plan.dtype]
+    wide = 4 if batch.n_micro > 1 or plan.hosts > 1 else itemsize
+    saved = frozenset(name for name, _ in plan.units[u].saved)
+    return measure.work(cfg, u, tokens, batch.pairs(cfg), itemsize, wide, saved)
 
 
 def _launched(kernels: float, seconds: float, rates: Rates) -> float:
@@ -313,19 +313,17 @@ def _launched(kernels: float, seconds: float, rates: Rates) -> float:
 def unit_seconds(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch) -> dict[tuple[Kind, str], float]:
     """Seconds of forward, backward or loss of a micro-batch, by (kind, unit)."""
     cfg = plan.cut(cfg)
-    names, gemm = shapes.unit_names(cfg), rates.matmul * rates.gemm
-    row = batch.tokens * ITEMSIZE[plan.dtype]  # bytes of a feature
+    names = shapes.unit_names(cfg)
 
-    def launched(kind: Kind, seconds: float, of: str) -> float:
-        return _launched(kernels_of(cfg, kind, of, batch.learned), seconds, rates)
+    def launched(kind: Kind, seconds: float, u: int) -> float:
+        return _launched(kernels_of(cfg, plan, batch, kind, u), seconds, rates)
 
     geo = Geometry.of(cfg, plan)
-    lost = _loss_seconds(cfg, rates, batch.learned, ITEMSIZE[plan.dtype], gemm)
-    known: dict[tuple[Kind, str], float] = {
-        ("forward", names[0]): launched("forward", 2 * row * cfg.width / rates.copy, "embed"),
-        ("backward", names[0]): launched("backward", 7 * row * cfg.width / rates.copy, "embed"),
-        ("loss", names[-1]): sum(lost) / rates.loss,
-    }
+    ends: tuple[tuple[int, Kind], ...] = ((0, "forward"), (0, "backward"), (cfg.n_units - 1, "loss"))
+    known: dict[tuple[Kind, str], float] = {}
+    for u, kind in ends:
+        work = work_of(cfg, plan, batch, u)[kind != "forward"]
+        known[kind, names[u]] = launched(kind, pass_seconds(work, rates, batch), u) / (rates.loss if u else 1)
     if batch.compared:
         known["loss", names[-1]] *= 1 + LOSS_FORWARD
     alike = dict[tuple[int, frozenset[str]], int]()  # the first unit of those with equal times
@@ -335,45 +333,14 @@ def unit_seconds(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch) -> di
             for (name, _), (same, _) in zip(_parts(geo, u), _parts(geo, first), strict=True):
                 known["forward", name], known["backward", name] = known["forward", same], known["backward", same]
             continue
-        forward, backward = _inner_seconds(cfg, plan, rates, batch, geo, u, saved)
+        forward, backward = (pass_seconds(work, rates, batch) for work in work_of(cfg, plan, batch, u))
+        # Gradients are read and written in each micro-batch, in fp32 if there are several.
+        wide = 8 if batch.n_micro > 1 or plan.hosts > 1 else 2 * ITEMSIZE[plan.dtype]
+        backward += wide * geo.numel[u] / rates.copy
         for name, share in _parts(geo, u):
-            known["forward", name] = launched("forward", share * forward, geo.kinds[u]) / rates.forward
-            known["backward", name] = launched("backward", share * backward, geo.kinds[u]) / rates.backward
+            known["forward", name] = launched("forward", share * forward, u) / rates.forward
+            known["backward", name] = launched("backward", share * backward, u) / rates.backward
     return known
-
-
-def _inner_seconds(
-    cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch, geo: Geometry, u: int, saved: frozenset[str]
-) -> tuple[float, float]:
-    """Seconds of (forward, backward) of a micro-batch of unit u, a block or a sub-layer, without kernel launches.
-
-    Backward recomputes the tensors that are not in `saved`.
-    """
-    kind, N, itemsize, layer = geo.kinds[u], batch.tokens, ITEMSIZE[plan.dtype], shapes.unit(cfg, u)
-    pairs, row = batch.pairs(cfg), batch.tokens * itemsize  # row: bytes of a feature
-    multiplied, slower = partial(_multiplied, rates), partial(_slower, rates)
-    mixer = partial(_mixer_seconds, cfg, layer)
-    once = costs.forward_flops(cfg, u, N, pairs) - costs.mixer_flops(layer, N, pairs)
-    back = costs.backward_flops(cfg, u, N, pairs) - costs.mixer_backward_flops(layer, N, pairs)
-    up, down = (row * n / rates.copy for n in _adapter_features(cfg, u))
-    quick, own = costs.in_fp8_work(cfg, u, saved, N), costs.grouped_work(cfg, u, saved, N)
-    small = row * _features(layer) / rates.copy
-    sliced = narrow.sliced_bytes(cfg, u, N, itemsize)
-    # Gradients are read and written in each micro-batch, in fp32 if there are several.
-    summed = (8 if batch.n_micro > 1 or plan.hosts > 1 else 2 * itemsize) * geo.numel[u] / rates.copy
-    forward = multiplied(once, quick.forward, quick.forward_bytes) + mixer(rates, batch) + small + up
-    forward += slower(own, own.forward) + sliced.forward / rates.copy
-    backward = (
-        multiplied(back, quick.backward, quick.backward_bytes)
-        + mixer(rates, batch, backward=True)
-        + small * (3 if len(saved) < len(shapes.saved_shapes(cfg, 1, kind)) else 2)
-        + summed
-        + down
-        + slower(own, own.backward, own.gradients)
-        + sliced.backward / rates.copy
-        + rebuilt_seconds(cfg, u, saved, rates, batch, itemsize)
-    )
-    return forward, backward
 
 
 def _parts(geo: Geometry, u: int) -> list[tuple[str, float]]:
@@ -384,98 +351,20 @@ def _parts(geo: Geometry, u: int) -> list[tuple[str, float]]:
 def rebuilt_seconds(
     cfg: ModelConfig, u: int, kept: frozenset[str], rates: Rates, batch: Batch, itemsize: int = 2
 ) -> float:
-    """Seconds of recomputation in backward: of the GEMMs and attention for the tensors of a micro-batch of unit u that
-    are not in `kept`.
-    """
-    kind, layer, N, pairs = shapes.kind(cfg, u), shapes.unit(cfg, u), batch.tokens, batch.pairs(cfg)
-    missing = shapes.saved_shapes(cfg, 1, kind).keys() - kept
-    rebuilt = costs.recompute_flops(cfg, kept, N, pairs, kind) - costs.mixer_flops(layer, N, pairs, missing)
-    once = costs.forward_flops(cfg, u, N, pairs) - costs.mixer_flops(layer, N, pairs)
-    quick, own = costs.in_fp8_work(cfg, u, kept, N), costs.grouped_work(cfg, u, kept, N)
-    row = N * itemsize / rates.copy
-    return (
-        _multiplied(rates, rebuilt, quick.rebuilt, quick.rebuilt_bytes)
-        + _mixer_seconds(cfg, layer, rates, batch, made=missing)
-        + row * _adapter_features(cfg, u)[0] * rebuilt / once
-        + _slower(rates, own, own.rebuilt)
-        + ("gate_up" not in kept) * narrow.sliced_bytes(cfg, u, N, itemsize).rebuilt / rates.copy
-    )
+    """Seconds of recomputation in backward, for the tensors of a micro-batch of unit u that are not in `kept`."""
+    return pass_seconds(measure.rebuilt(cfg, u, batch.tokens, batch.pairs(cfg), kept, itemsize), rates, batch)
 
 
-def _long(batch: Batch) -> float:
-    """Share of its rate that attention reaches in documents of this length."""
-    return batch.seq_len / (batch.seq_len + HALF)
-
-
-def _mixer_seconds(
-    cfg: ModelConfig, layer: Layer, rates: Rates, batch: Batch, backward: bool = False, made: Set[str] = costs.MIXED
-) -> float:
-    """Seconds of a unit's attention and recurrence without GEMMs, of those whose results include any of `made`."""
-    pairs, seconds = batch.pairs(cfg), 0.0
-    if layer.attention and made & costs.ATTENDED:
-        flops = (costs.attention_backward_flops if backward else costs.attention_flops)(layer.attention, pairs)
-        share = rates.attention_backward if backward else rates.attention
-        seconds += flops / (rates.matmul * share * _long(batch))
-    if layer.scan and made & costs.SCANNED:
-        flops = (costs.scan_backward_flops if backward else costs.scan_flops)(layer.scan, batch.tokens)
-        seconds += flops / (rates.matmul * (rates.scan_backward if backward else rates.scan))
-    return seconds
-
-
-def _multiplied(rates: Rates, flops: float, in_fp8: float, moved: float) -> float:
-    """Seconds of GEMMs with `flops` FLOPs, of which `in_fp8` in fp8; quantizing for them moves `moved` bytes."""
-    quick = in_fp8 / (rates.fp8 * rates.gemm_fp8) if in_fp8 else 0.0
-    return (flops - in_fp8) / (rates.matmul * rates.gemm) + quick + moved / rates.copy
-
-
-def _slower(rates: Rates, own: costs.Grouped, rows: float, gradients: float = 0.0) -> float:
-    """Seconds by which the grouped GEMMs of `own` take longer than a dense GEMM: `rows` FLOPs of outputs and gradients
-    of rows, `gradients` FLOPs of gradients of matrices.
-    """
-    in_fp8, in_bf16 = (rates.fp8, rates.grouped_fp8, rates.gemm_fp8), (rates.matmul, rates.grouped, rates.gemm)
-    rate, share, dense = in_fp8 if own.fp8 else in_bf16
-    more = rows * (1 / share - 1 / dense) / rate if rows else 0.0
-    return more + gradients * (1 / rates.grouped_add - 1 / rates.gemm) / rates.matmul
-
-
-def _features(layer: Layer) -> float:
-    """Features per token that norms, residuals, rotation and activation read and write: in forward once, in backward
-    twice.
-    """
-    found = 4.5 * layer.width * (len(layer.mixers) + len(layer.mlps))
-    for own in layer.mixers:
-        if isinstance(own, Scan):
-            found += 2 * own.channels + 1.5 * own.value_width + own.mixed_width * bool(own.factors)
-        else:
-            found += 2 * (own.q_width + own.kv_width) + 1.5 * own.q_width * own.gate
-            found += (own.qkv_width + 3 * own.q_width) * bool(own.latent)  # norms of latents, keys put together
-    for mlp in layer.mlps:
-        found += (3 if mlp.gated else 2) * shapes.hidden_width(mlp)
-        if isinstance(mlp, Experts):
-            found += 2 * mlp.chosen * shapes.expert_input(layer)  # rows by expert, and their sum
-    return found
-
-
-def _adapter_features(cfg: ModelConfig, u: int) -> tuple[int, int]:
-    """Features per token that adapters read and write, (in forward, in backward): these GEMMs are too narrow to be
-    limited by FLOPs.
-    """
-    tensors = [group for part in shapes.trained_parts(cfg, u) for group in part if ".lora_" in group[0][0]]
-    own = shapes.unit(cfg, u).experts
-    rows = lambda name: own.chosen if own and shapes.adapts_experts(name) else 1
-    out = lambda name, shape: shape[1] if shapes.adapts_experts(name) else shape[0]
-    ins = sum(rows(group[0][0]) * group[0][1][1] for group in tensors if group[0][0].endswith("lora_A.weight"))
-    outs = sum(rows(n) * out(n, s) for group in tensors for n, s in group if n.endswith("lora_B.weight"))
-    return ins + 2 * outs, 4 * ins + 3 * outs
-
-
-def _loss_seconds(cfg: ModelConfig, rates: Rates, tokens: int, itemsize: int, gemm: float) -> tuple[float, float]:
-    """Seconds of (the loss and the input's gradient: two GEMMs, five passes over the logits; the weight's gradient, if
-    it is trained: a GEMM, and two passes over the fp32 gradient for each chunk).
-    """
-    chunks, head = -(-tokens // workspace.rows_of_loss(cfg, tokens, itemsize)), cfg.n_units - 1
-    once, back = (count(cfg, head, tokens, 0) for count in (costs.forward_flops, costs.backward_flops))
-    summed = 8 * chunks * cfg.outputs * cfg.width * (back > once)
-    seconds = 2 * once / gemm + 5 * tokens * itemsize * cfg.outputs / rates.copy
-    last = (back - once) / gemm + summed / rates.copy
-    return _launched(kernels_of(cfg, "loss", "head", tokens), seconds + last, rates) - last, last
+def pass_seconds(work: Work, rates: Rates, batch: Batch) -> float:
+    """Seconds of a pass on the GPU, without the launches of its kernels."""
+    long = batch.seq_len / (batch.seq_len + HALF)  # the share of its rate that attention reaches in such documents
+    share = {
+        "gemm": rates.gemm, "grouped": rates.grouped, "grouped gradients": rates.grouped_add,
+        "attention": rates.attention * long, "attention backward": rates.attention_backward * long,
+        "scan": rates.scan, "scan backward": rates.scan_backward,
+    }  # fmt: skip
+    in_fp8 = {"fp8": rates.gemm_fp8, "grouped fp8": rates.grouped_fp8}
+    speed = {kind: rates.matmul * s for kind, s in share.items()} | {kind: rates.fp8 * s for kind, s in in_fp8.items()}
+    seconds = sum(flops / speed[kind] for kind, flops in work.flops.items()) + work.moved / rates.copy
+    grouped = "grouped fp8" if "grouped fp8" in work.flops else "grouped"
+    return seconds + work.padded / speed[grouped] if work.padded else seconds

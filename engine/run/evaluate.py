@@ -252,7 +252,7 @@ def fitted(e: Engine, asked: list[list[int]], max_new: int = MAX_NEW) -> list[li
     """The ends of the prompts, as long as the memory allows, with the workspace of a step, which is free."""
     room = e.memory.limits.gpu - e.memory.used("gpu") + workspace(e.geo, e.plan)
     most = max(map(len, asked), default=0)
-    most = min(most, e.cfg.max_positions - 1) if e.cfg.rope is None or e.cfg.indexed else most
+    most = min(most, e.cfg.max_positions - 1) if not e.cfg.rotates or e.cfg.indexed else most
     itemsize = DTYPE[e.plan.dtype].itemsize
     length = largest(most, lambda n: needs(e.cfg, len(asked), n, max_new, itemsize) <= room)
     return [prompt[max(0, len(prompt) - length) :] for prompt in asked]

@@ -39,7 +39,7 @@ from trireme.engine.tuning.base import why_copied
 from trireme.engine.tuning.cached import Cached
 from trireme.engine.tuning.rewritten import Rewritten
 from trireme.kernels.private import cache_folder
-from trireme.models.config import InputError, ModelConfig, default_number, numbers
+from trireme.models.config import InputError, ModelConfig, numbers
 from trireme.models.losses.preferences import Preference
 from trireme.models.sizes import shapes
 from trireme.storage.checkpoint import Source
@@ -244,7 +244,7 @@ def check_model(o: Options, fixed: Fixed, opened: Opened) -> None:
     """Raises InputError unless the model is that of the resumed run."""
     now = json.loads(json.dumps(numbers(opened.cfg)))
     for name in [*fixed.config, *now]:
-        if now.get(name, default_number(name)) != fixed.config.get(name, default_number(name)):
+        if now.get(name) != fixed.config.get(name):
             way = "Name the checkpoint that it began with, as it was."
             if name in ("lora", "frozen"):
                 way = "What is trained cannot change: leave --lora and its options, --freeze and --train out."
@@ -414,7 +414,7 @@ def common_launches(device: torch.device, fixed: Fixed | None) -> dict[str, list
 def sequence_length(o: Options, cfg: ModelConfig) -> int:
     seq_len = o.seq_len or min(2048, cfg.max_positions)
     if seq_len > cfg.max_positions:
-        may_extend = cfg.rope and not cfg.indexed
+        may_extend = cfg.rotates and not cfg.indexed
         longer = f", or extend them: --rope-factor {-(-seq_len // cfg.max_positions)}" if may_extend else ""
         raise InputError(f"--seq-len {seq_len}: the model has {cfg.max_positions} positions. Lower it{longer}.")
     return seq_len

@@ -86,7 +86,7 @@ def open_model(o: Options, date: str | None) -> Opened:
     smoothing = (o.label_smoothing or 0.0) if o.method == "sft" else 0.0
     cfg = replace(cfg, fp8=o.dtype == "fp8", teaching=teaching_of(o, cfg.vocab), smoothing=smoothing)
     cfg = with_head(o, cfg, len(names))
-    if o.router_aux and (cfg.experts is None or cfg.names.correction):
+    if o.router_aux and (cfg.experts is None or cfg.names.mlp.correction):
         why = "the model's experts are balanced by a bias" if cfg.experts else "the model has no experts"
         raise InputError(f"--router-aux: {why}. Leave it out.")
     adapter = read_adapter(Path(o.adapter), cfg) if o.adapter else None
@@ -181,7 +181,7 @@ def lora_of(o: Options, cfg: ModelConfig, adapter: Adapter | None) -> Lora:
         scale = math.sqrt(o.lora or 1) if o.rslora else 1.0
         lora = Lora(o.lora or 0, alpha_of(o) * scale * (o.loraplus or 1.0), targets(cfg, o.lora_targets))
         dropout = o.lora_dropout or 0.0
-    if cfg.experts is not None and lora.adapts(cfg.names.experts):
+    if cfg.experts is not None and lora.adapts(cfg.names.mlp.experts):
         if o.lora_dropout:
             way = "Leave it out, or name other matrices: --lora-targets."
             raise InputError(f"--lora-dropout: adapters of experts have none, as in peft. {way}")

@@ -238,7 +238,8 @@ def _disk(job: Job) -> str:
 
 def _notes(job: Job) -> Iterator[str]:
     """What is likely wrong, and options that have no effect or an unexpected one."""
-    o, rope, total = job.options, job.cfg.rope, job.total_steps
+    o, total = job.options, job.total_steps
+    rope = next((spec.rope for spec in job.cfg.attentions), None)
     rate, warmup = o.lr or 0.0, o.warmup_steps(total)
     usual = 1e-3 if job.cfg.lora else 1e-4
     if rate > UNUSUAL * usual:

@@ -107,7 +107,7 @@ def turned(name: str) -> bool:
 
 def expert_parameters(cfg: ModelConfig) -> list[str]:
     """Names of the parameters of a layer's experts in transformers."""
-    return [cfg.names.module(f"{cfg.names.experts}.{matrix}") for matrix in (shapes.GATE_UP, shapes.DOWN)]
+    return [cfg.names.module(f"{cfg.names.mlp.experts}.{matrix}") for matrix in (shapes.GATE_UP, shapes.DOWN)]
 
 
 def peft_names(cfg: ModelConfig) -> dict[str, str]:
@@ -176,10 +176,10 @@ def excluded(cfg: ModelConfig) -> str:
 
 def _config(cfg: ModelConfig, lora: Lora, base: str) -> dict[str, Any]:
     """The keys of adapter_config.json that peft, vLLM and llama.cpp read."""
-    experts = cfg.experts is not None and lora.adapts(cfg.names.experts)
-    others = [t for t in lora.targets if not (experts and f".{cfg.names.experts}".endswith(f".{t}"))]
+    experts = cfg.experts is not None and lora.adapts(cfg.names.mlp.experts)
+    others = [t for t in lora.targets if not (experts and f".{cfg.names.mlp.experts}".endswith(f".{t}"))]
     modules = [_in_modules(cfg, t) for t in others]
-    each = cfg.names.each or cfg.family.names.each  # however files have experts
+    each = cfg.names.mlp.single or cfg.family.names.mlp.single  # however files have experts
     like_experts = [t for t in modules if cfg.experts and t.rpartition(".")[2] in each]
     parameters = [*(expert_parameters(cfg) if experts else ()), *(f"{t}.weight" for t in like_experts)]
     optional: dict[str, Any] = {"exclude_modules": excluded(cfg)} if excluded(cfg) else {}

@@ -92,20 +92,20 @@ def adapted(cfg: ModelConfig, lora: Lora) -> ModelConfig:
 
 def adaptable(cfg: ModelConfig) -> tuple[str, ...]:
     """Names of the layers within a block that can have adapters."""
-    return (*linear_layers(cfg), *((cfg.names.experts,) if cfg.experts else ()))
+    return (*linear_layers(cfg), *((cfg.names.mlp.experts,) if cfg.experts else ()))
 
 
 def linear_layers(cfg: ModelConfig) -> tuple[str, ...]:
     """Names of the linear layers within a block."""
     having = [own for own in cfg.layers if own.mlp or own.experts and own.experts.shared]
-    mlps = dict.fromkeys(own.names for own in having)
-    latents = (cfg.names.latent_in, cfg.names.latent_out) if cfg.experts and cfg.experts.latent else ()
+    mlps = dict.fromkeys(own.mlp_names for own in having)
+    latents = (cfg.names.mlp.latent_in, cfg.names.mlp.latent_out) if cfg.experts and cfg.experts.latent else ()
     return (*_mixers(cfg), *(name for names in mlps for name in (*names.up, names.down)), *latents)
 
 
 def _mixers(cfg: ModelConfig) -> tuple[str, ...]:
     """Names of the linear layers of attention and recurrences."""
-    found = (*cfg.names.attention, *((*cfg.names.mixed, cfg.names.mixed_o) if cfg.scan else ()))
+    found = (*cfg.names.mixer.attention, *(cfg.names.mixer.recurrence if cfg.scan else ()))
     return tuple(name for name in found if name not in cfg.family.unadapted)
 
 

@@ -193,7 +193,7 @@ def factors(cfg: ModelConfig, adapter: Adapter, tensor: Callable[[str], Tensor],
     downs, ups = (tensor(part).unflatten(0, (-1, adapter.ranks[module])) for part in shapes.adapter_names(module))
     if expert is None:
         both = zip(downs, ups, strict=True)
-        return module, [(down.T, up) if cfg.names.experts_in_out else (up.T, down) for down, up in both]
+        return module, [(down.T, up) if cfg.names.mlp.experts_in_out else (up.T, down) for down, up in both]
     up = ups[expert].T
     return module, [(up if half is None else up.chunk(2)[half], downs[expert])]
 

@@ -146,8 +146,8 @@ def places(cfg: ModelConfig, config: Mapping[str, Any], singles: bool) -> Iterat
             _outermost(config, names[name]): sizes[name][::-1] if turned(name) else sizes[name]
             for name in shapes.adapter_names(module)
         }
-        yield Place(module, cfg.names.experts if shapes.adapts_experts(match[0]) else match[1], stored)
-    gates = tuple(f".{name}.weight" for name in (cfg.names.router, cfg.names.shared_gate) if name)
+        yield Place(module, cfg.names.mlp.experts if shapes.adapts_experts(match[0]) else match[1], stored)
+    gates = tuple(f".{name}.weight" for name in (cfg.names.mlp.router, cfg.names.mlp.shared_gate) if name)
     for name, shape in shapes.stored_tensors(cfg).items():
         module, theirs = name.removesuffix(".weight"), cfg.names.module(name).removesuffix(".weight")
         a, b = shapes.adapter_names(theirs)
@@ -158,13 +158,13 @@ def places(cfg: ModelConfig, config: Mapping[str, Any], singles: bool) -> Iterat
             a, b = f"{theirs}.lora_embedding_A", f"{theirs}.lora_embedding_B"
             yield Place(module, "", {a: (1, shape[0]), b: (shape[1], 1)})
     alone = by_expert(cfg)
-    if singles and alone.names.each:
+    if singles and alone.names.mlp.single:
         groups = (group for u in range(1, alone.n_units - 1) for group in shapes.weight_groups(alone, u))
         for name, shape in (tensor for group in groups for tensor in group if len(tensor[1]) == 3):
             for one, (rows, columns) in shapes.on_disk(alone, name, shape):
                 module = one.removesuffix(".weight")
                 a, b = shapes.adapter_names(module)
-                yield Place(module, alone.names.experts, {a: (1, columns), b: (rows, 1)})
+                yield Place(module, alone.names.mlp.experts, {a: (1, columns), b: (rows, 1)})
 
 
 def _outermost(config: Mapping[str, Any], name: str) -> str:

@@ -111,7 +111,7 @@ def quantized(cfg: ModelConfig, source: Source, base: str, stored: dict[str, str
     if cfg.fp8:
         raise InputError(f"--base {base}: with --dtype fp8 frozen matrices are kept in fp8. Leave one of them out.")
     packing = BASES[base]
-    small = tuple(f".{name}.weight" for name in (cfg.names.router, cfg.names.shared_gate) if name)
+    small = tuple(f".{name}.weight" for name in (cfg.names.mlp.router, cfg.names.mlp.shared_gate) if name)
 
     def is_packed(name: str, shape: tuple[int, ...]) -> bool:
         frozen = shapes.is_frozen(cfg, [(name, shape)]) and not name.endswith(small)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from trireme.models.config import InputError, ModelConfig, renamed
-from trireme.models.families.names import apart
+from trireme.models.families.names import one_by_one
 
 PREFIX = "base_model.model."  # peft's
 SINGLE = re.compile(r"\.experts\.\d+\.")  # one of a layer's experts, as transformers 4 has them
@@ -73,8 +73,8 @@ def _in_modules(cfg: ModelConfig, name: str) -> str:
 
 def by_expert(cfg: ModelConfig) -> ModelConfig:
     """`cfg` with the experts one by one in files, as transformers 4 has modules of them; `cfg` if it never had."""
-    if cfg.experts is None or cfg.names.experts_in_out:
+    if cfg.experts is None or cfg.names.mlp.experts_in_out:
         return cfg
-    own = cfg.family.names
-    released = renamed(cfg, lambda names: replace(names, each=own.each, stacked=own.stacked))
-    return released if released.names.each else renamed(released, apart)
+    own = cfg.family.names.mlp
+    released = renamed(cfg, lambda names: replace(names, single=own.single, stacked=own.stacked))
+    return released if released.names.mlp.single else renamed(released, one_by_one)

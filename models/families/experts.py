@@ -27,8 +27,6 @@ class Experts:
     groups: int = 1  # number of groups of experts
     kept: int = 1  # number of groups, the best of a token, from which its experts are selected
     two: bool = True  # a group's score is the sum of its two best experts' scores, not the best score
-    apart: bool = False  # files have a tensor for each expert, where the release has one tensor for all
-    turned: bool = False  # files have (E, out, in), where the release has (E, in, out) or a tensor for each expert
     latent: int = 0  # width of the experts' input and output; 0: the model's
     score_scale: float = 1.0  # of the router's logits
     act: str = "silu"  # layers.Act

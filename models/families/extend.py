@@ -39,7 +39,11 @@ def _extended(raw: dict[str, Any], factor: float, where: str) -> dict[str, Any]:
     kind = family.rope_types.get(kind, kind) if isinstance(kind, str) else kind
     if not family.rotary:
         said = "are learned"
-    elif family.local_theta not in (None, family.theta) or any(isinstance(value, dict) for value in params.values()):
+    elif (
+        family.layers
+        or family.local_theta not in (None, family.theta)
+        or any(isinstance(value, dict) for value in params.values())
+    ):
         said = "are of two kinds"
     elif family.indexed:
         said = "are as many as its attention is dense for"

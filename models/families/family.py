@@ -9,7 +9,7 @@ from typing import Any, Literal
 from trireme.models.families import names
 from trireme.models.families.experts import ExpertKeys
 from trireme.models.families.latent import LatentKeys
-from trireme.models.families.names import Names
+from trireme.models.families.names import MlpNames, Names
 from trireme.models.families.scans import DeltaKeys, MambaKeys
 
 SILU, GELU = ("silu", "swish"), ("gelu_pytorch_tanh", "gelu_new", "gelu_fast")  # the last three: one formula
@@ -49,7 +49,7 @@ class Family:
     """What all models of a model_type share. Defaults of keys are those of transformers."""
 
     known_as: str
-    dense_names: Names = names.SPLIT  # of layers without experts among those with
+    dense: MlpNames = names.SPLIT.mlp  # of layers without experts among those with
     names: Names = names.SPLIT
     scan_names: Names | None = None  # of layers with a recurrence; None: as the others'
     spelled: dict[str, str] = field(default_factory=lambda: SPELLED)
@@ -148,3 +148,4 @@ class Wrapper:
     flat: bool = False  # keys and names of tensors may be those of a text model with a vision tower
     behind: bool = False  # names of tensors may have language_model. before those of the text model
     older: dict[str, str] = field(default_factory=dict)  # other names of `texts` in files -> these
+    caps: bool = False  # its class has the text's cap of logits

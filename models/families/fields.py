@@ -11,7 +11,7 @@ from trireme.models.families.keys import InputError, Keys, is_number
 from trireme.models.families.latent import Latent, parse_latent
 from trireme.models.families.names import direct
 from trireme.models.families.rope import Rope, parse_ropes
-from trireme.models.families.scans import BLOCK_TYPES, KINDS_OF_MLP, parse_scan
+from trireme.models.families.scans import BLOCK_TYPES, KINDS_OF_MLP, Scan, parse_scan
 from trireme.models.families.windows import unrotated_layers, windows
 from trireme.models.layers import Act, Attention, Layer, Mlp
 
@@ -141,16 +141,18 @@ def _multiplied(keys: Keys, head_dim: int) -> Scales:
     )
 
 
-def layers_of(keys: Keys, family: Family, width: int, layers: int, heads: int, positions: int) -> tuple[Layer, ...]:
-    """What each layer computes. Raises InputError."""
+def _attentions(
+    keys: Keys, family: Family, width: int, layers: int, heads: int, positions: int
+) -> tuple[list[Attention], Scales]:
+    """The attention of each layer, also where another mixer takes its place."""
     flag = lambda bias: bias if isinstance(bias, bool) else keys.flag(*bias)
     latent = parse_latent(keys, family.latent, heads)
     kv_heads, head_dim = (heads, latent.head_dim) if latent else heads_of(keys, family, width, heads)
-    found, scales = windows(keys, family, layers), scales_of(keys, family, width, head_dim)
-    ropes = ropes_of(keys, family, head_dim, positions, found, latent)
+    of_layers, scales = windows(keys, family, layers), scales_of(keys, family, width, head_dim)
+    ropes = ropes_of(keys, family, head_dim, positions, of_layers, latent)
     score = scales.scores or head_dim**-0.5
     if latent and ropes[0]:
-        score = head_dim**-0.5 * ropes[0].sharpness
+        score *= ropes[0].sharpness
     by_layer = family.by_layer and keys.flag("scale_attn_by_inverse_layer_idx", False)
     normed = not family.qk_norm_key or keys.flag(family.qk_norm_key, False)
     first = Attention(
@@ -158,33 +160,45 @@ def layers_of(keys: Keys, family: Family, width: int, layers: int, heads: int, p
         rope_first=family.rope_first, bias=flag(family.qkv_bias), o_bias=flag(family.o_bias),
         gate=family.attention_gate, latent=latent, factor=scales.attention,
     )  # fmt: skip
+    return [
+        replace(first, window=window, rope=rope, scale=score / (i + 1) if by_layer else score)
+        for i, (window, rope) in enumerate(zip(of_layers, ropes, strict=True))
+    ], scales
+
+
+def layers_of(keys: Keys, family: Family, width: int, layers: int, heads: int, positions: int) -> tuple[Layer, ...]:
+    """What each layer computes. Raises InputError."""
+    attentions, scales = _attentions(keys, family, width, layers, heads, positions)
     usual = family.ffn if family.rotary else 4 * width
-    act: Act = ACTS[keys.raw.get(family.spelled["act"]) or family.acts[0]]
-    plain = Mlp(
-        keys.count(family.spelled["ffn"], usual, null=usual), act, family.gated, flag(family.mlp_bias), scales.gate,
-        scales.mlp,
-    )  # fmt: skip
+    ffn, act = keys.count(family.spelled["ffn"], usual, null=usual), act_of(keys, family)
+    bias = family.mlp_bias if isinstance(family.mlp_bias, bool) else keys.flag(*family.mlp_bias)
+    plain = Mlp(ffn, act, family.gated, bias, scales.gate, scales.mlp)
     experts = parse_experts(keys, family.experts, layers)
     scans = parse_scan(keys, family.scan, layers, width, heads)
     kinds = keys.raw[BLOCK_TYPES] if family.single else [""] * layers
-    norm: Literal["rms", "rms + 1", "layer"] = "layer" if family.layer_norm else "rms + 1" if family.add_one else "rms"
+    eps, norm = keys.number(family.spelled["eps"], family.eps), _norm_of(family)
+    parallel = family.parallel and keys.flag("use_parallel_residual", True)
     made = []
-    for i, (window, rope, own, scan, kind) in enumerate(zip(found, ropes, experts, scans, kinds, strict=True)):
-        attention = replace(first, window=window, rope=rope, scale=score / (i + 1) if by_layer else score)
-        both = family.multiplied
-        if scan is not None and not both:
-            scan = replace(scan, factor=scales.attention)
-        mixers = (attention, scan) if both and scan else (scan or attention,)
+    for attention, own, scan, kind in zip(attentions, experts, scans, kinds, strict=True):
+        mixers: tuple[Attention | Scan, ...] = (attention,)
+        if scan:
+            mixers = (attention, scan) if family.multiplied else (replace(scan, factor=scales.attention),)
         mlp = replace(own, act=act, gated=family.gated, factor=scales.mlp) if own else plain
-        names = family.names if own or not family.experts else family.dense_names
-        names = family.scan_names if scan and family.scan_names else names
-        names = direct(names) if latent and not latent.q_rank else names
-        made.append(Layer(
-            width, keys.number(family.spelled["eps"], family.eps), names, () if kind in KINDS_OF_MLP else mixers,
-            (mlp,) if kind in ("", *KINDS_OF_MLP) else (), norm,
-            family.parallel and keys.flag("use_parallel_residual", True),
-        ))  # fmt: skip
+        names = family.scan_names if scan and family.scan_names else family.names
+        of_mixers = direct(names.mixer) if attention.latent and not attention.latent.q_rank else names.mixer
+        of_mlp = names.mlp if own or not family.experts else family.dense
+        whole = Layer(width, eps, mixers, (mlp,), of_mixers, of_mlp, norm, parallel, family.names.in_out)
+        made.append(whole if not kind else whole.feeding if kind in KINDS_OF_MLP else whole.mixing)
     return tuple(made)
+
+
+def _norm_of(family: Family) -> Literal["rms", "rms + 1", "layer"]:
+    return "layer" if family.layer_norm else "rms + 1" if family.add_one else "rms"
+
+
+def act_of(keys: Keys, family: Family) -> Act:
+    """The activation that config.json names, which must be one of the family's."""
+    return ACTS[keys.raw.get(family.spelled["act"]) or family.acts[0]]
 
 
 _ACTS: dict[Act, tuple[str, ...]] = {"silu": SILU, "gelu": GELU, "exact gelu": (EXACT_GELU,), "relu2": RELU2}

@@ -242,7 +242,10 @@ def _blocks(names: Names, left_out: list[str], exact: bool = False) -> tuple[str
     `exact`: modules within those are not left out.
     """
     inner = "*" + names.block.removeprefix(names.base).format("*")  # also within a wrapper
-    found = [f"{inner}*", *(f"!{inner}{name}.weight" for name in (names.router, names.shared_gate, names.conv) if name)]
+    found = [
+        f"{inner}*",
+        *(f"!{inner}{name}.weight" for name in (names.mlp.router, names.mlp.shared_gate, names.mixer.conv) if name),
+    ]
     for module in (name.replace(".*", "*") for name in left_out):
         found += [*(() if exact else (f"!{module}", f"!{module}.*")), f"!*{module}.weight"]
     return tuple(found)

@@ -215,7 +215,7 @@ def _limits(keys: Keys) -> tuple[float, float]:
 
 
 def _layers(keys: Keys, name: str, layers: int, usual: list[str], said: str = "") -> list[bool]:
-    """Whether each layer has a recurrence, by the key `name`; by `usual` where it is null, absent, or `said` is their key."""
+    """Whether each layer has a recurrence, by the key `name`; by `usual` where it is null or absent, or with `said`."""
     types: Any = None if said else keys.raw.get(name)
     kinds = tuple(LETTERS.values()) if name == BLOCK_TYPES else (FULL, LINEAR)
     if types is None:

@@ -111,7 +111,7 @@ FAMILIES = {
     "granite": Family("Granite 3 (dense)", qkv_bias=BIAS, o_bias=BIAS, mlp_bias=MLP_BIAS, scaled=True),
     "granitemoehybrid": Family(
         "Granite 4 (350M to 32B-A9B, with Mamba2 layers or without)",
-        names=names.SHARED_MLP_STACKED, dense_names=names.SHARED_MLP,
+        names=names.SHARED_MLP_STACKED, dense=names.SHARED_MLP.mlp,
         spelled=SPELLED | dict(ffn="shared_intermediate_size"), qkv_bias=BIAS, o_bias=BIAS,
         scaled=True, unrotated="typed", aliases={"layers_block_type": "layer_types"}, scan=MambaKeys(),
         experts=ExpertKeys(
@@ -133,7 +133,7 @@ FAMILIES = {
     ),
     "nemotron_h": Family(
         "Nemotron-H, Nemotron Nano 2, Nemotron 3 (Nano 30B-A3B, Super 120B-A12B)",
-        names=names.ONE_MIXER_EXPERTS, dense_names=names.ONE_MIXER, single=True, unadapted=("mixer.out_proj",),
+        names=names.ONE_MIXER_EXPERTS, dense=names.ONE_MIXER.mlp, single=True, unadapted=("mixer.out_proj",),
         spelled=SPELLED | dict(eps="layer_norm_epsilon", act="mlp_hidden_act"), gated=False, acts=RELU2,
         vocab=131072, n_heads=32, kv_heads=8, head_dim=128, ffn=21504, max_positions=4096, eps=1e-5, unrotated="all",
         carried=("mtp.",),
@@ -197,7 +197,7 @@ FAMILIES = {
         "Gemma 4 (12B, 26B-A4B, 31B)",
         names=names.GEMMA4, layers=gemma4.layers, spelled=SPELLED | dict(act="hidden_activation"), acts=GELU,
         vocab=262144, n_heads=8, head_dim=256, max_positions=131072, tied=True, embed_root=True,
-        caps={OF_LOGITS: None}, only={"use_bidirectional_attention": (None, False)},
+        caps={OF_LOGITS: None}, only={"use_bidirectional_attention": (None, False, "vision")},  # of images' tokens
     ),
     "gemma": Family(
         "Gemma 1 (2B, 7B), CodeGemma",
@@ -299,7 +299,7 @@ FAMILIES = {
     ),
     "qwen3_next": Family(
         "Qwen3-Next, Qwen3-Coder-Next (80B-A3B)",
-        names=names.DELTA_SHARED_BY_HEAD, dense_names=names.DELTA_BY_HEAD, kv_heads=2,
+        names=names.DELTA_BY_HEAD, kv_heads=2,
         experts=ExpertKeys(512, 10, 512, normalised=True, shared=512, among=True),
         aliases={"num_local_experts": "num_experts"}, **_HYBRID,
     ),
@@ -328,7 +328,7 @@ FAMILIES = {
     ),
     "deepseek_v2": Family(
         "DeepSeek-V2, V2-Lite, Coder-V2",
-        names=names.LATENT_MIXTURE, dense_names=names.LATENT, latent=LatentKeys(), pairs=True, qkv_bias=BIAS,
+        names=names.LATENT_MIXTURE, latent=LatentKeys(), pairs=True, qkv_bias=BIAS,
         o_bias=BIAS,
         experts=ExpertKeys(
             64, None, 1407, "n_routed_experts", renormalise=False, leading=0, fp32=True, groups=(1, 1), method=True,
@@ -339,7 +339,7 @@ FAMILIES = {
     ),
     "deepseek_v3": Family(
         "DeepSeek-V3, V3.1, R1; Moonlight; Kimi K2 in BF16 or fp8",
-        names=names.LATENT_CORRECTED, dense_names=names.LATENT,
+        names=names.LATENT_CORRECTED,
         vocab=129280, ffn=18432, n_heads=128, max_positions=4096, latent=LatentKeys(),
         pairs=True, pairs_key=True, qkv_bias=BIAS, o_bias=BIAS, mtp=True,
         experts=ExpertKeys(
@@ -350,7 +350,7 @@ FAMILIES = {
     ),
     "deepseek_v32": Family(
         "DeepSeek-V3.2 (documents of up to 2,048 tokens, where its attention is dense)",
-        names=names.LATENT_CORRECTED, dense_names=names.LATENT, vocab=129280, ffn=18432, n_heads=128,
+        names=names.LATENT_CORRECTED, vocab=129280, ffn=18432, n_heads=128,
         max_positions=163840, latent=LatentKeys(), pairs=True, indexed=True, qkv_bias=BIAS, o_bias=BIAS, mtp=True,
         experts=ExpertKeys(
             256, 8, 2048, "n_routed_experts", normalised=True, leading=3, listed=True, groups=(8, 4),
@@ -360,7 +360,7 @@ FAMILIES = {
     ),
     "glm_moe_dsa": Family(
         "GLM-5 (documents of up to 2,048 tokens, where its attention is dense)",
-        names=names.LATENT_CORRECTED, dense_names=names.LATENT, vocab=154880, ffn=12288, n_heads=64,
+        names=names.LATENT_CORRECTED, vocab=154880, ffn=12288, n_heads=64,
         max_positions=202752, eps=1e-5, latent=LatentKeys(q_rank=2048, nope=192, value=256), pairs=True, indexed=True,
         qkv_bias=BIAS, o_bias=BIAS, mtp=True,
         experts=ExpertKeys(
@@ -371,7 +371,7 @@ FAMILIES = {
     ),
     "glm4_moe_lite": Family(
         "GLM-4.7-Flash",
-        names=names.LATENT_CORRECTED, dense_names=names.LATENT,
+        names=names.LATENT_CORRECTED,
         vocab=154880, ffn=10240, n_heads=20, max_positions=202752, eps=1e-5,
         latent=LatentKeys(q_rank=768, nope=192, value=256), pairs=True, pairs_key=True, qkv_bias=BIAS, o_bias=BIAS,
         mtp=True,
@@ -385,7 +385,7 @@ FAMILIES = {
     ),
     "mistral4": Family(
         "Mistral Small 4 (119B)",
-        names=names.LATENT_STACKED, dense_names=names.LATENT, inner=True,
+        names=names.LATENT_STACKED, inner=True,
         vocab=131072, ffn=12288, n_heads=32, max_positions=1048576,
         latent=LatentKeys(q_rank=1024, kv_rank=256, nope=64), pairs=True, pairs_key=True, partial=1.0,
         query_beta=True, rope_said=True, qkv_bias=BIAS, o_bias=BIAS,
@@ -464,13 +464,23 @@ FAMILIES = {
 }  # fmt: skip
 
 
-OTHER_NAMES = {"kimi_k2": "deepseek_v3"}  # of a row: model_type in files of the same model
+OTHER_NAMES = {
+    "kimi_k2": "deepseek_v3",
+    "gemma4_unified_text": "gemma4_text",
+}  # of a row: model_type in files of the same model
 _LLAVA = "model.vision_tower.", "model.multi_modal_projector."
 _QWEN_MEDIA = {"image_token_id": 151655, "video_token_id": 151656}
 _KIMI = "model.vision_tower.", "model.mm_projector.", "vision_tower.", "mm_projector."
 _GLM_MEDIA = {"image_token_id": 151343, "video_token_id": 151344}
 _QWEN35_MEDIA = {"image_token_id": 248056, "video_token_id": 248057}
+_GEMMA4 = Wrapper(
+    ("gemma4_text",), {"image_token_id": 258880, "video_token_id": 258884, "audio_token_id": 258881},
+    ("model.vision_tower.", "model.audio_tower.", "model.embed_vision.", "model.embed_audio."), tied="outside",
+    tied_default=True, caps=True,
+)  # fmt: skip
 WRAPPERS = {
+    "gemma4": _GEMMA4,
+    "gemma4_unified": _GEMMA4,
     "gemma3": Wrapper(("gemma3_text",), {"image_token_index": 262144}, _LLAVA, behind=True),
     "mistral3": Wrapper(("mistral", "ministral3", "mistral4"), {"image_token_index": 10}, _LLAVA, behind=True),
     "kimi_k25": Wrapper(

@@ -1,173 +1,258 @@
-"""What a pass over a unit takes, counted: its forward and backward run over tensors without memory ("meta").
+"""What a pass over a unit takes, measured: it runs over tensors without memory (watch.py), whatever its code is.
 
-Launchers run as on a GPU, kernels do not. So sizes of temporaries, FLOPs of matrix products, launches and the bytes that
-they move are those of the code, whatever it is. What products are within kernels is in costs.py.
+A unit takes a constant and a multiple of its tokens, up to a tile of an MLP; so two measurements give the line. FLOPs
+of attention are by pair, of which documents have different numbers. Needs torch, no GPU.
 """
 
 from __future__ import annotations
 
-import weakref
-from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from trireme.kernels.launcher import WATCHING
-from trireme.models import model
+from trireme.models import head, model
 from trireme.models.config import ModelConfig
 from trireme.models.packed import DTYPE
 from trireme.models.rows import make_rows, rope_tables
 from trireme.models.sizes import narrow, shapes
+from trireme.models.sizes.costs import attended_pairs
+from trireme.models.sizes.watch import Taken, Watch
 from trireme.storage.layout import pack
 
-PRODUCTS = {"mm": 2, "addmm": 3, "addmm_": 3, "_scaled_mm": 2}  # arguments up to the second matrix
-MADE = 512  # bytes to which the allocator rounds
-BYTES = {"F8_E4M3": torch.float8_e4m3fn}
+POINTS = (1024, 2048)  # tokens that are measured
+SLACK = 1 << 20  # bytes: tiles that end early
+NAMES = {2: "BF16", 4: "F32"}  # dtypes by bytes of a value
+META = torch.device("meta")
+ATTENDED = frozenset({"attn_out", "lse"})  # made together
+CACHED = 1 << 14
 
 
-class Taken(NamedTuple):
-    """Of a pass: most bytes of temporaries at once, FLOPs of products, launches of kernels, bytes that they move."""
+class Work(NamedTuple):
+    """What one pass over one unit takes."""
 
-    peak: int
-    flops: int
-    launches: int
-    moved: int
+    flops: dict[str, float]  # by what multiplies: "gemm", "fp8", "attention" and others (watch.py)
+    padded: float  # FLOPs of grouped products with empty rows
+    launches: float
+    moved: float  # bytes that launches read and write which multiply nothing
 
-
-class _Watch(TorchDispatchMode):
-    """Counts storages while they live, matrix products and launches."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.live = self.peak = self.flops = self.launches = self.moved = 0
-        self.known = set[int]()
-        self.by_name = Counter[str]()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result, name = func(*args, **(kwargs or {})), func._schema.name.removeprefix("aten::")
-        if (n := PRODUCTS.get(name)) is not None:
-            a, b = args[n - 2], args[n - 1]
-            self.flops += 2 * a.shape[0] * a.shape[1] * b.shape[1]
-        if not func.is_view:
-            self.note(name, [t for t in (*args, *(kwargs or {}).values()) if isinstance(t, Tensor)])
-        for t in result if isinstance(result, (tuple, list)) else (result,):
-            if isinstance(t, Tensor):
-                self.hold(t.untyped_storage())
-        return result
-
-    def hold(self, storage: Any) -> None:
-        key = storage._cdata
-        if key in self.known:
-            return
-        nbytes = -(-storage.nbytes() // MADE) * MADE
-        self.known.add(key)
-        self.live += nbytes
-        self.peak = max(self.peak, self.live)
-        weakref.finalize(storage, self.forget, key, nbytes)
-
-    def forget(self, key: int, nbytes: int) -> None:
-        self.known.discard(key)
-        self.live -= nbytes
-
-    def note(self, name: str, args: Any) -> None:
-        if name.startswith(("empty", "new_empty", "detach")):
-            return
-        self.launches += 1
-        self.by_name[name] += 1
-        self.moved += sum(t.numel() * t.itemsize for t in args if isinstance(t, Tensor))
-
-    @contextmanager
-    def watching(self, *given: Any) -> Iterator[None]:
-        """`given`: what the caller holds, which is not counted."""
-        self.known |= {t.untyped_storage()._cdata for t in _tensors(given)}
-        WATCHING.append(self.note)
-        with self:
-            yield
-        WATCHING.remove(self.note)
-
-    @property
-    def taken(self) -> Taken:
-        return Taken(self.peak, self.flops, self.launches, self.moved)
+    def plus(self, other: Work, times: float = 1.0) -> Work:
+        flops = {k: self.flops.get(k, 0.0) + times * other.flops.get(k, 0.0) for k in self.flops | other.flops}
+        sums = (a + times * b for a, b in zip(self[1:], other[1:], strict=True))
+        return Work({k: n for k, n in flops.items() if n}, *sums)
 
 
-def _tensors(tree: Any) -> Iterator[Tensor]:
-    if isinstance(tree, Tensor):
-        yield tree
-    for part in tree.values() if isinstance(tree, dict) else tree if isinstance(tree, (tuple, list)) else ():
-        yield from _tensors(part)
+NOTHING = Work({}, 0.0, 0.0, 0.0)
 
 
-@lru_cache(4096)
-def measure(
-    cfg: ModelConfig, u: int, lengths: tuple[int, ...], dtype: str, grads: str, kept: frozenset[str] = frozenset()
-) -> tuple[Taken, Taken]:
-    """What (forward, backward) of inner unit u take for documents of these lengths, if backward finds `kept`."""
-    N, real, meta = sum(lengths), DTYPE[dtype], torch.device("meta")
+def temporaries(cfg: ModelConfig, u: int, tokens: int, itemsize: int, grad_itemsize: int | None = None) -> int:
+    """Bytes of a unit's temporaries on the GPU, forward or backward, with nothing saved.
+
+    Item sizes of compute dtype and gradients (default: the same). Excludes the caller's tensors (x, dy, dx, weights,
+    gradients, saved) and cuBLAS's workspace.
+    """
+    exact = u in (0, cfg.n_units - 1)  # the head's rows of logits are no multiple of its tokens
+    passes = _points(cfg, u, tokens, itemsize, grad_itemsize or itemsize, frozenset(), exact)
+    return int(max(_at(tokens, [(n, both[i].peak) for n, both in passes]) for i in (0, 1))) + SLACK
+
+
+def work(
+    cfg: ModelConfig,
+    u: int,
+    tokens: int,
+    pairs: int,
+    itemsize: int = 2,
+    grad_itemsize: int = 2,
+    kept: frozenset[str] = frozenset(),
+) -> tuple[Work, Work]:
+    """Work of (forward, backward) of unit u for so many tokens, which attend to `pairs`; backward finds `kept` saved.
+
+    Of the head: of the loss alone, and with its gradients; tokens are labels. Of slices of experts: of all together,
+    but launches of one.
+    """
+    return _work(cfg, shapes.alike(cfg)[u], tokens, pairs, itemsize, grad_itemsize, kept)
+
+
+def rebuilt(
+    cfg: ModelConfig, u: int, tokens: int, pairs: int, kept: frozenset[str], itemsize: int = 2, grad_itemsize: int = 2
+) -> Work:
+    """What a unit's backward computes again, as it does not find the saved tensors that are not in `kept`."""
+    every = frozenset(shapes.saved_of(cfg, shapes.unit(cfg, u), 1))
+    missing = every - kept
+    least = work(cfg, u, tokens, pairs, itemsize, grad_itemsize, every)[1]
+    total = NOTHING
+    for name in sorted(missing - {"lse"} if missing >= ATTENDED else missing):
+        without = work(cfg, u, tokens, pairs, itemsize, grad_itemsize, every - {name})[1]
+        total = total.plus(without).plus(least, -1.0)
+    return total
+
+
+def forward_flops(cfg: ModelConfig, u: int, tokens: int, pairs: int) -> float:
+    """FLOPs of a unit in forward. For the head, `tokens` is the number of labels."""
+    return sum(work(cfg, u, tokens, pairs)[0].flops.values())
+
+
+def backward_flops(cfg: ModelConfig, u: int, tokens: int, pairs: int, kept: frozenset[str] | None = None) -> float:
+    """FLOPs of a unit in backward, which finds the saved tensors `kept` (None: all). For the head, of the gradients."""
+    if u == cfg.n_units - 1:
+        return sum(work(cfg, u, tokens, pairs)[1].flops.values()) - forward_flops(cfg, u, tokens, pairs)
+    if kept is None and u:
+        kept = frozenset(shapes.saved_of(cfg, shapes.unit(cfg, u), 1))
+    return sum(work(cfg, u, tokens, pairs, kept=kept or frozenset())[1].flops.values())
+
+
+Measured = list[tuple[int, tuple[Taken, Taken]]]  # (tokens, forward and backward)
+
+
+@lru_cache(CACHED)
+def _work(
+    cfg: ModelConfig, u: int, tokens: int, pairs: int, itemsize: int, grad_itemsize: int, kept: frozenset[str]
+) -> tuple[Work, Work]:
+    passes = _points(cfg, u, tokens, itemsize, grad_itemsize, kept)
+    spec = shapes.unit(cfg, u).attention if 0 < u < cfg.n_units - 1 else None
+    window = spec.window if spec else 0
+    forward, backward = (_line(tokens, pairs, window, [(n, both[i]) for n, both in passes]) for i in (0, 1))
+    return forward, backward
+
+
+def _line(tokens: int, pairs: int, window: int, points: list[tuple[int, Taken]]) -> Work:
+    """The Work of so many tokens and pairs, given what one document of each number of tokens takes."""
+    at = lambda value: max(_at(tokens, [(n, value(taken)) for n, taken in points]), 0.0)
+    flops = {}
+    for kind in points[0][1].flops:
+        if kind.startswith("attention"):
+            n, taken = points[0]
+            flops[kind] = taken.flops[kind] / attended_pairs((n,), window) * pairs
+        else:
+            flops[kind] = at(lambda taken, kind=kind: taken.flops[kind])
+    flops = {kind: n for kind, n in flops.items() if n}
+    return Work(flops, at(lambda t: t.padded), at(lambda t: t.launches), at(lambda t: t.moved))
+
+
+def _at(tokens: int, points: list[tuple[int, float]]) -> float:
+    """The value at `tokens` of the line through two points, or of the only one."""
+    if len(points) == 1:
+        return points[0][1]
+    (n, a), (m, b) = points
+    return a + (b - a) * (tokens - n) / (m - n)
+
+
+def _points(
+    cfg: ModelConfig,
+    u: int,
+    tokens: int,
+    itemsize: int,
+    grad_itemsize: int,
+    kept: frozenset[str],
+    exact: bool = False,
+) -> Measured:
+    """What is measured for `tokens`."""
+    u, inner = shapes.alike(cfg)[u], 0 < u < cfg.n_units - 1
+    if inner:  # by tiles, or with products in fp8 where experts have many rows
+        exact = tokens > cfg.mlp_rows or (cfg.fp8 and shapes.unit(cfg, u).experts is not None)
+    points = (tokens,) if exact else POINTS
+    dtypes = NAMES[itemsize], NAMES[grad_itemsize]
+    if inner:
+        return [(n, _inner(cfg, u, n, *dtypes, kept)) for n in points]
+    return [(n, (_head if u else _embedding)(cfg, n, *dtypes)) for n in points]
+
+
+@lru_cache(CACHED)
+def _inner(cfg: ModelConfig, u: int, tokens: int, dtype: str, grads: str, kept: frozenset[str]) -> tuple[Taken, Taken]:
+    """An inner unit's passes over one document."""
     made, dtypes = narrow.made_groups(cfg, u)
     trained = [group for part in shapes.trained_parts(cfg, u) for group in part]
     stored = lambda groups: _memory(groups, dtype, narrow.own_dtypes(cfg, u))
     views = _memory(trained, dtype) | stored(narrow.base_groups(cfg, u)) | _memory(made, dtype, dtypes)
-    cut = narrow.slices(cfg, u)
-    parts = (
-        [model.weights(cfg, u, views | stored(narrow.slice_groups(cfg, u, own)), own) for own in (cut[0], cut[-1])]
-        if cut
-        else [model.weights(cfg, u, views)]
-    )
-    passed = None
-    if cut:
-        shaped = shapes.passed_shapes(cfg, N).items()
-        passed = {name: torch.empty(shape, dtype=DTYPE[kind], device=meta) for name, (shape, kind) in shaped}
+    parts: list[Any] = [model.weights(cfg, u, views)] if not narrow.slices(cfg, u) else []
+    for part in narrow.slices(cfg, u):
+        parts.append(model.weights(cfg, u, views | stored(narrow.slice_groups(cfg, u, part)), part))
+    passed = _empty(shapes.passed_shapes(cfg, tokens), dtype) if len(parts) > 1 else None
     g = model.gradients(cfg, u, _memory(trained, grads))
-    rows = make_rows(lengths, rope_tables(cfg, max(lengths), meta), meta)
-    found = shapes.saved_of(cfg, shapes.unit(cfg, u), N)
-    saved = {
-        name: torch.empty(shape, dtype=torch.float32 if kind == "F32" else real, device=meta)
-        for name, (shape, kind) in found.items()
-        if name in kept
-    }
-    x, dy, out, dx = (torch.empty((N, cfg.width), dtype=real, device=meta) for _ in range(4))
-    forward, backward, held = _Watch(), _Watch(), (parts, g, rows, saved, x, dy, out, dx, passed)
-    with forward.watching(*held):
-        for w in parts:
-            model.forward(cfg, u, w, x, rows, saved, out, passed=passed)
-    with backward.watching(*held):
-        for w in reversed(parts):
-            model.backward(cfg, u, w, g, x, saved, dy, rows, dx, passed)
-    return forward.taken, backward.taken
+    rows = make_rows((tokens,), rope_tables(cfg, tokens, META), META)
+    saved = {name: shape for name, shape in shapes.saved_of(cfg, shapes.unit(cfg, u), tokens).items() if name in kept}
+    tensors = _empty(saved, dtype)
+    x, dy, out, dx = (torch.empty((tokens, cfg.width), dtype=DTYPE[dtype], device=META) for _ in range(4))
+    held = parts, g, rows, tensors, x, dy, out, dx, passed
+    spec = shapes.unit(cfg, u).experts
+    count = spec.count if spec else 0
+    forward = _watched(held, parts, lambda w: model.forward(cfg, u, w, x, rows, tensors, out, passed=passed), count)
+    back = lambda w: model.backward(cfg, u, w, g, x, tensors, dy, rows, dx, passed)
+    return forward, _watched(held, reversed(parts), back, count)
+
+
+def _watched(held: Any, parts: Iterable[Any], run: Callable[[Any], None], experts: int = 0) -> Taken:
+    """What the passes over all parts of a unit's weights take; launches are those of one part."""
+    watch, count = Watch(experts), 0
+    with watch.watching(held):
+        for part in parts:
+            run(part)
+            count += 1
+    return watch.taken._replace(launches=-(-watch.launches // count))
+
+
+@lru_cache(CACHED)
+def _head(cfg: ModelConfig, tokens: int, dtype: str, grads: str) -> tuple[Taken, Taken]:
+    """The loss of so many labels, alone and with its gradients."""
+    u = cfg.n_units - 1
+    groups = [*shapes.weight_groups(cfg, u), *(shapes.weight_groups(cfg, 0)[:1] if cfg.tied else [])]
+    trained = [group for group in groups if not shapes.is_frozen(cfg, group)]
+    w, g = (
+        _with_output(cfg, _memory(groups, dtype)),
+        _with_output(cfg, _frozen(groups) | _memory(trained, grads)),
+    )
+    x, dx = (torch.empty((tokens, cfg.width), dtype=DTYPE[dtype], device=META) for _ in range(2))
+    labels, at = (torch.empty(tokens, dtype=torch.int64, device=META) for _ in range(2))
+    factors = torch.empty(tokens, dtype=torch.float32, device=META)
+    hits: Tensor | None = torch.empty(1, dtype=torch.float64, device=META)
+    shares = None
+    if cfg.teaching:
+        ids, logps = (
+            torch.empty((tokens, cfg.teaching.k), dtype=kind, device=META) for kind in (torch.int32, torch.float16)
+        )
+        shares, hits = head.Shares(ids, logps, factors), None
+    held = w, g, x, dx, labels, at, factors, hits, shares
+
+    def run(gradients: tuple[head.HeadWeights, Tensor] | None) -> None:
+        grads, dx = gradients or (None, None)
+        head.head_loss(cfg, w, x, labels, at, 1.0, grads, dx, factors, shares, hits)
+
+    return _watched(held, (None,), run), _watched(held, ((g, dx),), run)
+
+
+def _with_output(cfg: ModelConfig, views: dict[str, Tensor]) -> head.HeadWeights:
+    w = head.head_weights(cfg, views)
+    return w._replace(output=views[shapes.embedding_name(cfg)]) if cfg.tied else w
+
+
+def _frozen(groups: list[shapes.Group]) -> dict[str, Tensor]:
+    return {name: torch.empty(0, 0, device=META) for group in groups for name, _ in group}
+
+
+@lru_cache(CACHED)
+def _embedding(cfg: ModelConfig, tokens: int, dtype: str, grads: str) -> tuple[Taken, Taken]:
+    groups = shapes.weight_groups(cfg, 0)
+    trained = [group for group in groups if not shapes.is_frozen(cfg, group)]
+    w = model.weights(cfg, 0, _memory(groups, dtype))
+    g = model.weights(cfg, 0, _frozen(groups) | _memory(trained, grads))
+    rows, ids = make_rows((tokens,), {}, META), torch.empty(tokens, dtype=torch.int64, device=META)
+    out = torch.empty((tokens, cfg.width), dtype=DTYPE[dtype], device=META)
+    held = w, g, rows, ids, out
+    forward = _watched(held, (None,), lambda _: head.embed_forward(w, ids, rows, out))
+    return forward, _watched(held, (None,), lambda _: head.embed_backward(g, out, ids, rows))
+
+
+def _empty(shaped: shapes.Saved, dtype: str) -> dict[str, Tensor]:
+    kind = lambda name: DTYPE[dtype] if name == "compute" else DTYPE[name]
+    return {name: torch.empty(shape, dtype=kind(of), device=META) for name, (shape, of) in shaped.items()}
 
 
 def _memory(groups: list[shapes.Group], dtype: str, dtypes: dict[str, str] | None = None) -> dict[str, Tensor]:
+    """Views of a unit's buffer."""
     layout = pack(groups, dtype, dtypes or {})
-    buffer = torch.empty(layout.span, dtype=torch.uint8, device="meta")
-    cut = lambda t: (
-        buffer[t.offset : t.offset + t.nbytes].view(DTYPE.get(t.dtype, BYTES.get(t.dtype, torch.uint8))).view(t.shape)
-    )
-    return {t.name: cut(t) for t in layout.tensors}
-
-
-POINTS = (1024, 2048)  # tokens at which a unit is measured: what a pass takes is a line up to a tile of an MLP
-NAMES = {2: "BF16", 4: "F32"}  # dtypes by bytes of a value
-
-
-@lru_cache(4096)
-def _line(cfg: ModelConfig, u: int, itemsize: int, grad_itemsize: int) -> tuple[float, float]:
-    """(bytes, bytes a token) of a unit's temporaries."""
-    a, b = (max(t.peak for t in measure(cfg, u, (n,), NAMES[itemsize], NAMES[grad_itemsize])) for n in POINTS)
-    slope = (b - a) / (POINTS[1] - POINTS[0])
-    return a - slope * POINTS[0], slope
-
-
-def temporaries(cfg: ModelConfig, u: int, tokens: int, itemsize: int, grad_itemsize: int) -> int:
-    """Bytes of an inner unit's temporaries on the GPU, forward or backward, with nothing saved."""
-    if tokens > cfg.mlp_rows:
-        return max(t.peak for t in measure(cfg, u, (tokens,), NAMES[itemsize], NAMES[grad_itemsize]))
-    first, each = _line(cfg, u, itemsize, grad_itemsize)
-    return int(first + each * tokens) + SLACK
-
-
-SLACK = 1 << 20  # rounding of the allocator, and tiles that end early
+    buffer = torch.empty(layout.span, dtype=torch.uint8, device=META)
+    kind = lambda name: torch.float8_e4m3fn if name == "F8_E4M3" else DTYPE.get(name, torch.uint8)
+    view = lambda t: buffer[t.offset : t.offset + t.nbytes].view(kind(t.dtype)).view(t.shape)
+    return {t.name: view(t) for t in layout.tensors}

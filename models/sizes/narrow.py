@@ -12,19 +12,8 @@ from typing import NamedTuple
 from trireme.models.config import ModelConfig
 from trireme.models.families.packing import Part
 from trireme.models.layers import Layer
-from trireme.models.sizes.shapes import (
-    GATE_UP,
-    Group,
-    expert_input,
-    frozen_groups,
-    is_frozen,
-    is_packed,
-    is_sliced,
-    on_disk,
-    unit,
-    up_width,
-    weight_groups,
-)
+from trireme.models.sizes.groups import Group, expert_input, up_width
+from trireme.models.sizes.shapes import frozen_groups, is_frozen, is_packed, is_sliced, on_disk, unit, weight_groups
 
 FP8 = ROWS, COLUMNS, SCALE = "_rows", "_columns", "_scale"  # behind the name of a matmul's first matrix: its codes
 SLICES = 16  # of a layer's packed experts, where not all fit decoded
@@ -128,27 +117,8 @@ def in_file(name: str, numel: int) -> tuple[str, int]:
 
 def _of_experts(cfg: ModelConfig, group: Group) -> bool:
     """Whether these are matrices of all experts, or parts of packed ones."""
-    within = f".{cfg.names.experts}."
+    within = f".{cfg.names.mlp.experts}."
     return within in group[0][0] and not group[0][0].endswith("_bias")
-
-
-class Decoded(NamedTuple):
-    """Bytes that decoding of sliced_groups reads and writes in a micro-batch."""
-
-    forward: int = 0
-    backward: int = 0
-    rebuilt: int = 0  # of forward, in backward
-
-
-def sliced_bytes(cfg: ModelConfig, u: int, tokens: int, itemsize: int) -> Decoded:
-    """Decoded of unit u: each tile of tokens (block.mlp_forward) decodes all experts."""
-    parts, found = packed_parts(cfg, u), dict[str, int]()
-    for ((name, shape),) in sliced_groups(cfg, u):
-        assert cfg.packing is not None
-        read = sum(prod(parts[name + part.suffix].shape) * part.itemsize for part in cfg.packing.parts)
-        found[name.rpartition(".")[2]] = (read + prod(shape) * itemsize) * -(-tokens // cfg.mlp_rows)
-    both = sum(found.values())
-    return Decoded(both, both, found.get(GATE_UP, 0))
 
 
 def packed_parts(cfg: ModelConfig, u: int) -> dict[str, PartOf]:
@@ -190,7 +160,7 @@ def _base_groups(cfg: ModelConfig, u: int) -> list[Group]:
 def own_dtypes(cfg: ModelConfig, u: int) -> dict[str, str]:
     """name -> dtype of the tensors in base_groups that are not in the run's dtype."""
     names = [name for group in _base_groups(cfg, u) for name, _ in group]
-    wide = {name: "F32" for name in names if cfg.names.correction and name.endswith(cfg.names.correction)}
+    wide = {name: "F32" for name in names if cfg.names.mlp.correction and name.endswith(cfg.names.mlp.correction)}
     wide |= {name: FP8_DTYPES[part] for name in names for part in FP8 if name.endswith(part)}
     return wide | {name: part.part.dtypes[0] for name, part in packed_parts(cfg, u).items()}
 
@@ -208,16 +178,11 @@ def experts_in_fp8(cfg: ModelConfig, layer: Layer, tokens: int) -> bool:
     return in_fp8(cfg, inner, up_width(own)) and in_fp8(cfg, own.width, inner)
 
 
-def norms_make_codes(cfg: ModelConfig) -> bool:
-    """Whether a norm before a linear layer in fp8 writes codes alone: RMSNorm without adapters behind it."""
-    return cfg.fp8 and cfg.lora is None and not cfg.family.layer_norm
-
-
 def fp8_groups(cfg: ModelConfig, u: int) -> list[Group]:
     """The groups of weights that are multiplied in fp8; experts are not among them: each matmul quantizes them."""
     if not cfg.fp8 or u in (0, cfg.n_units - 1):
         return []
-    router = f".{cfg.names.router}.weight"
+    router = f".{cfg.names.mlp.router}.weight"
     found = [g for g in weight_groups(cfg, u) if len(g[0][1]) == 2 and not g[0][0].endswith(router)]
     return [group for group in found if in_fp8(cfg, *fused(group))]
 

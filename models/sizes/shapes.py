@@ -8,17 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from fnmatch import fnmatchcase
+from functools import lru_cache
 from math import prod
+from typing import Any
 
 from trireme.models.config import InputError, Lora, ModelConfig
 from trireme.models.families.experts import Experts
-from trireme.models.families.names import adapter_names
+from trireme.models.families.names import adapter_names as adapter_names
 from trireme.models.families.scans import Scan
-from trireme.models.layers import Attention, Layer, Mlp
+from trireme.models.layers import Layer, Mlp
+from trireme.models.sizes.groups import DOWN as DOWN
+from trireme.models.sizes.groups import GATE_UP as GATE_UP
+from trireme.models.sizes.groups import Group as Group
+from trireme.models.sizes.groups import norms, parts_of, up_name, up_width
+from trireme.models.sizes.groups import of_an_expert as of_an_expert
 
-Group = list[tuple[str, tuple[int, ...]]]  # neighbours in memory: a fused operand
 HALVES = ("attention", "mlp")
-GATE_UP, DOWN = "gate_up_proj", "down_proj"  # of all experts of a layer
 
 
 def unit_names(cfg: ModelConfig) -> list[str]:
@@ -45,6 +50,22 @@ def bare(kind: str) -> str:
 def inner_kinds(cfg: ModelConfig) -> tuple[str, ...]:
     """The bare kinds of the inner units: those that make a block, in order, or those that layers are."""
     return HALVES if cfg.halves or any(not (own.mixers and own.mlps) for own in cfg.layers) else ("block",)
+
+
+@lru_cache
+def alike(cfg: ModelConfig) -> tuple[int, ...]:
+    """For each unit the first unit that is like it: same form, same trained, frozen and packed tensors."""
+    first = dict[tuple[Any, ...], int]()
+    return tuple(first.setdefault(_described(cfg, u), u) for u in range(cfg.n_units))
+
+
+def _described(cfg: ModelConfig, u: int) -> tuple[Any, ...]:
+    """Everything that a unit's sizes and costs depend on."""
+    prefix = cfg.names.prefix(layer(cfg, u)) if 0 < u < cfg.n_units - 1 else ""
+    bare = lambda group: tuple((name.removeprefix(prefix), shape) for name, shape in group)
+    trained = tuple(tuple(map(bare, part)) for part in trained_parts(cfg, u))
+    frozen = tuple((bare(group), is_packed(cfg, group)) for group in frozen_groups(cfg, u))
+    return kind(cfg, u), trained, frozen
 
 
 def layer(cfg: ModelConfig, u: int) -> int:
@@ -80,32 +101,29 @@ def weight_parts(cfg: ModelConfig, u: int) -> list[list[Group]]:
         return [_embed_groups(cfg)]
     if u == cfg.n_units - 1:
         return [_head_groups(cfg)]
-    i, own = cfg.units[u - 1]
-    mixers = [_scan_groups(own, m) if isinstance(m, Scan) else _attention_groups(own, m) for m in own.mixers]
-    mlps = [_expert_groups(own, m) if isinstance(m, Experts) else _mlp_groups(own, m) for m in own.mlps]
-    parts = [[group for groups in half for group in groups] for half in (mixers, mlps) if half]
+    i, layer = cfg.units[u - 1]
     prefix = cfg.names.prefix(i)
-    return [[[(prefix + name, shape) for name, shape in group] for group in groups] for groups in parts]
+    return [[[(prefix + name, shape) for name, shape in group] for group in part] for part in parts_of(layer)]
 
 
 def on_disk(cfg: ModelConfig, name: str, shape: tuple[int, ...]) -> Group:
     """The tensors of a checkpoint that make up a tensor in memory, in order: itself, or for example one per expert."""
     if cfg.experts and len(shape) == 1 and name.endswith((f".{GATE_UP}_bias", f".{DOWN}_bias")):
         return [(name, (cfg.experts.count, shape[0] // cfg.experts.count))]
-    if cfg.names.correction_row and len(shape) == 1 and name.endswith(cfg.names.correction):
+    if cfg.names.mlp.correction_row and len(shape) == 1 and name.endswith(cfg.names.mlp.correction):
         return [(name, (1, *shape))]
-    if cfg.names.conv and name.endswith(f".{cfg.names.conv}.weight"):
+    if cfg.names.mixer.conv and name.endswith(f".{cfg.names.mixer.conv}.weight"):
         if cfg.scan is None or not cfg.scan.parts:
             return [(name, (shape[0], 1, shape[-1]))]
-        parts = zip(cfg.names.convs, cfg.scan.parts, strict=True)
-        return [(name.replace(cfg.names.conv, part), (rows, 1, shape[-1])) for part, rows in parts]
-    before, within, what = name.rpartition(f"{cfg.names.experts}.")
-    if len(shape) == 3 and cfg.names.stacked and within:
-        return [(before + cfg.names.stacked[what == DOWN], shape)]
-    if len(shape) < 3 or not (cfg.names.each and cfg.names.experts):
+        parts = zip(cfg.names.mixer.convs, cfg.scan.parts, strict=True)
+        return [(name.replace(cfg.names.mixer.conv, part), (rows, 1, shape[-1])) for part, rows in parts]
+    before, within, what = name.rpartition(f"{cfg.names.mlp.experts}.")
+    if len(shape) == 3 and cfg.names.mlp.stacked and within:
+        return [(before + cfg.names.mlp.stacked[what == DOWN], shape)]
+    if len(shape) < 3 or not (cfg.names.mlp.single and cfg.names.mlp.experts):
         return [(name, shape)]
     prefix, what = name.rsplit(".", 1)
-    each = cfg.names.each[-1:] if what == DOWN else cfg.names.each[:-1]
+    each = cfg.names.mlp.single[-1:] if what == DOWN else cfg.names.mlp.single[:-1]
     one = (shape[1] // len(each), shape[2])
     return [(f"{prefix}.{e}.{matrix}.weight", one) for e in range(shape[0]) for matrix in each]
 
@@ -116,14 +134,14 @@ def within_experts(cfg: ModelConfig, name: str) -> tuple[str, int | None, int | 
     expert and half are None where it has all of them; half is 0 for gate, 1 for up. Of other tensors: (name, None,
     None).
     """
-    for matrix, stacked in zip((GATE_UP, DOWN), cfg.names.stacked, strict=False):
+    for matrix, stacked in zip((GATE_UP, DOWN), cfg.names.mlp.stacked, strict=False):
         if name.endswith(f".{stacked}"):
-            return f"{name.removesuffix(stacked)}{cfg.names.experts}.{matrix}", None, None
+            return f"{name.removesuffix(stacked)}{cfg.names.mlp.experts}.{matrix}", None, None
     before, _, last = name.removesuffix(".weight").rpartition(".")
     layer, _, expert = before.rpartition(".")
-    if last not in cfg.names.each or not expert.isdigit():
+    if last not in cfg.names.mlp.single or not expert.isdigit():
         return name, None, None
-    half, ups = cfg.names.each.index(last), len(cfg.names.each) - 1
+    half, ups = cfg.names.mlp.single.index(last), len(cfg.names.mlp.single) - 1
     if half == ups:
         return f"{layer}.{DOWN}", int(expert), None
     return f"{layer}.{GATE_UP}", int(expert), half if ups > 1 else None
@@ -157,9 +175,9 @@ def is_frozen(cfg: ModelConfig, group: Group) -> bool:
 
     Raises InputError where only some tensors of the one matmul are.
     """
-    if len(group) == 1 and cfg.names.scalar and group[0][0].endswith(f".{cfg.names.scalar}"):
+    if len(group) == 1 and cfg.names.mlp.scalar and group[0][0].endswith(f".{cfg.names.mlp.scalar}"):
         return True
-    if len(group) == 1 and cfg.names.correction and group[0][0].endswith(cfg.names.correction):
+    if len(group) == 1 and cfg.names.mlp.correction and group[0][0].endswith(cfg.names.mlp.correction):
         return True
     if cfg.scores and cfg.lora and group[0][0] == output_name(cfg):
         return False
@@ -186,7 +204,7 @@ def _adapter_groups(cfg: ModelConfig, lora: Lora, groups: list[Group]) -> list[G
     for group in groups:
         name, shape = group[0]
         if len(shape) == 3 and lora.adapts(name.rpartition(".")[0]):
-            features = shape[:0:-1] if cfg.names.experts_in_out else shape[1:]  # (out, in)
+            features = shape[:0:-1] if cfg.names.mlp.experts_in_out else shape[1:]  # (out, in)
             sizes = zip(adapter_names(name), reversed(features), strict=True)
             found += [[(part, (shape[0] * lora.rank, n))] for part, n in sizes]
         matrices = [(name.removesuffix(".weight"), shape) for name, shape in group if len(shape) == 2]
@@ -203,35 +221,6 @@ def adapts_experts(name: str) -> bool:
     return f".experts.{GATE_UP}.lora_" in name or f".experts.{DOWN}.lora_" in name
 
 
-def features(layer: Layer, names: tuple[str, ...]) -> tuple[int, ...]:
-    """Output features of each matrix of a matmul, given their names within a block."""
-    own, attention, scan, experts = layer.names, layer.attention, layer.scan, layer.experts
-    if attention and attention.latent and names == own.qkv:
-        return attention.latent.q_rank or attention.q_width, attention.latent.kv_rank + attention.latent.rope
-    if attention and attention.latent and names in ((own.q_b,), (own.kv_b,)):
-        of_kv = attention.heads * (attention.latent.nope + attention.latent.value)
-        return (attention.q_width if names == (own.q_b,) else of_kv,)
-    if attention and names == own.qkv:
-        each = (attention.q_width * (1 + attention.gate), attention.kv_width, attention.kv_width)
-        return (attention.qkv_width,) if len(names) == 1 else each[: len(names)]
-    if scan and names == own.mixed:
-        heads, wide = scan.heads, scan.value_width
-        if len(names) == 1:
-            return (scan.mixed_width,)
-        if own.convs:
-            return scan.key_width, scan.key_width, wide, wide, heads, heads
-        return (scan.channels + wide, 2 * heads) if own.mixed_by_head else (scan.channels, wide, heads, heads)
-    if experts and experts.latent and names == (own.latent_in,):
-        return (experts.latent,)
-    if names == own.up:
-        of = layer.mlp or experts
-        assert of is not None
-        ffn = of.width if isinstance(of, Mlp) else of.shared
-        matrices = 1 + of.gated
-        return (matrices * ffn,) if len(names) == 1 else (ffn,) * matrices
-    return (layer.width,)
-
-
 def _embed_groups(cfg: ModelConfig) -> list[Group]:
     tokens: Group = [(embedding_name(cfg), (cfg.vocab, cfg.width))]
     positions: Group = [(f"{cfg.names.positions}.weight", (cfg.max_positions, cfg.width))]
@@ -240,129 +229,7 @@ def _embed_groups(cfg: ModelConfig) -> list[Group]:
 
 def _head_groups(cfg: ModelConfig) -> list[Group]:
     output: list[Group] = [] if cfg.tied else [[(output_name(cfg), (cfg.outputs, cfg.width))]]
-    return output + _norm(cfg.layers[0], cfg.names.final_norm)
-
-
-def _norm(layer: Layer, *names: str) -> list[Group]:
-    """Groups of norms over the width; the name "" stands for none."""
-    parts = ("weight", "bias") if layer.norm == "layer" else ("weight",)
-    return [[(f"{name}.{part}", (layer.width,))] for name in names if name for part in parts]
-
-
-def _matrix(layer: Layer, names: tuple[str, ...], rows: tuple[int, ...], columns: int) -> Group:
-    """Neighbouring matrices of `rows` features each."""
-    return [
-        (f"{name}.weight", (columns, n) if layer.names.in_out else (n, columns))
-        for name, n in zip(names, rows, strict=True)
-    ]
-
-
-def _bias(names: tuple[str, ...], rows: tuple[int, ...]) -> Group:
-    return [(f"{name}.bias", (n,)) for name, n in zip(names, rows, strict=True)]
-
-
-def _attention_groups(layer: Layer, own: Attention) -> list[Group]:
-    names, D = layer.names, layer.width
-    rows = features(layer, names.qkv)
-    groups = [
-        _matrix(layer, names.qkv, rows, D),
-        _matrix(layer, (names.o,), (D,), own.out_width),
-        *_norm(layer, names.norm1, names.post1),
-    ]
-    if own.latent:
-        ranks = [(names.q_b, names.q_norm, own.latent.q_rank), (names.kv_b, names.k_norm, own.latent.kv_rank)]
-        for matrix, norm, rank in ranks[not names.q_b :]:
-            groups += [_matrix(layer, (matrix,), features(layer, (matrix,)), rank), [(f"{norm}.weight", (rank,))]]
-    if own.norm:
-        widths = (own.q_width, own.kv_width) if own.norm == "width" else (own.dim, own.dim)
-        groups += [[(f"{n}.weight", (d,))] for n, d in zip((names.q_norm, names.k_norm), widths, strict=True)]
-    if names.sinks:
-        groups.append([(names.sinks, (own.heads,))])
-    if own.bias:
-        groups.append(_bias(names.qkv, rows))
-    if own.o_bias:
-        groups.append(_bias((names.o,), (D,)))
-    return groups
-
-
-def _scan_groups(layer: Layer, own: Scan) -> list[Group]:
-    """Groups of a recurrence, without the norm before it where another mixer has it."""
-    names, first = layer.names, layer.mixers[0] is own
-    groups: list[Group] = [
-        _matrix(layer, names.mixed, features(layer, names.mixed), layer.width),
-        _matrix(layer, (names.mixed_o,), (layer.width,), own.value_width),
-        [(f"{names.conv}.weight", (own.channels, own.taps))],
-        *_norm(layer, names.norm1 if first else ""),
-        [(names.decay, (own.heads,))],
-        [(names.step, (own.heads,))],
-    ]
-    if own.normed:
-        groups.append([(f"{names.mixed_norm}.weight", (own.value_dim if own.delta else own.value_width,))])
-    if own.conv_bias:
-        groups.append([(f"{names.conv}.bias", (own.channels,))])
-    if names.skip:
-        groups.append([(names.skip, (own.heads,))])
-    return groups
-
-
-def _mlp_groups(layer: Layer, own: Mlp) -> list[Group]:
-    names, D = layer.names, layer.width
-    rows = features(layer, names.up)
-    groups = [
-        _matrix(layer, names.up, rows, D),
-        _matrix(layer, (names.down,), (D,), own.width),
-        *_norm(layer, names.norm2, names.post_mlp, names.post2),
-    ]
-    if names.scalar:
-        groups.append([(names.scalar, (1,))])
-    if own.bias:
-        groups += [_bias(names.up, rows), _bias((names.down,), (D,))]
-    return groups
-
-
-def expert_shape(layer: Layer, matrix: str) -> tuple[int, int]:
-    """The shape of one expert's GATE_UP or DOWN in memory."""
-    assert layer.experts is not None
-    inner = expert_input(layer)
-    rows, columns = (up_width(layer.experts), inner) if matrix == GATE_UP else (inner, layer.experts.width)
-    return (columns, rows) if layer.names.experts_in_out else (rows, columns)
-
-
-def expert_input(layer: Layer) -> int:
-    """Features of the inputs and outputs of experts: the model's width, or that of latents."""
-    return layer.experts.latent or layer.width if layer.experts else layer.width
-
-
-def of_an_expert(layer: Layer) -> int:
-    """Elements of one expert's matrices."""
-    return sum(prod(expert_shape(layer, matrix)) for matrix in (GATE_UP, DOWN))
-
-
-def _expert_groups(layer: Layer, own: Experts) -> list[Group]:
-    names, D = layer.names, layer.width
-    groups: list[Group] = [
-        *_norm(layer, names.post_experts),
-        [(f"{names.experts}.{GATE_UP}", (own.count, *expert_shape(layer, GATE_UP)))],
-        [(f"{names.experts}.{DOWN}", (own.count, *expert_shape(layer, DOWN)))],
-        [(f"{names.router}.weight", (own.count, D))],
-    ]
-    if names.router_scale:
-        groups += [[(names.router_scale, (D,))], [(names.expert_scale, (own.count,))]]
-    if own.bias:  # flat: vectors have no weight decay
-        groups.append([(f"{names.experts}.{GATE_UP}_bias", (own.count * 2 * own.width,))])
-        groups.append([(f"{names.experts}.{DOWN}_bias", (own.count * D,))])
-        groups.append([(f"{names.router}.bias", (own.count,))])
-    if names.correction:
-        groups.append([(names.correction, (own.count,))])
-    if own.shared:
-        groups += [_matrix(layer, names.up, features(layer, names.up), D)]
-        groups += [_matrix(layer, (names.down,), (D,), own.shared)]
-    if own.shared_gate:
-        groups.append([(f"{names.shared_gate}.weight", (1, D))])
-    if own.latent:
-        groups.append(_matrix(layer, (names.latent_in,), (own.latent,), D))
-        groups.append(_matrix(layer, (names.latent_out,), (D,), own.latent))
-    return groups + _norm(layer, names.norm_experts or names.norm2)
+    return output + norms(cfg.layers[0], cfg.names.final_norm)
 
 
 def parameters(cfg: ModelConfig, u: int | None = None) -> int:
@@ -372,21 +239,6 @@ def parameters(cfg: ModelConfig, u: int | None = None) -> int:
 
 
 # ---------------------------------------------------------------- saved tensors
-
-
-def up_name(own: Mlp | Experts) -> str:
-    """The name of the result of an MLP's first matmul."""
-    return "gate_up" if own.gated else "fc"
-
-
-def up_width(own: Mlp | Experts) -> int:
-    """Features of an MLP's first matmul, or of an expert's."""
-    return 2 * own.width if own.gated else own.width
-
-
-def hidden_width(own: Mlp | Experts) -> int:
-    """Features of a token's activation."""
-    return chosen(own) * own.width
 
 
 def chosen(own: Mlp | Experts) -> int:
@@ -416,7 +268,7 @@ def saved_of(cfg: ModelConfig, layer: Layer, tokens: int) -> Saved:
         found["qkv"] = (N, own.qkv_width), "compute"
         found["attn_out"] = (N, own.out_width), "compute"
         found["lse"] = (own.heads, N), "F32"
-        if layer.names.post1:
+        if layer.mixer_names.post:
             found["attn_branch"] = (N, D), "compute"
     if layer.mixers and layer.mlps and not layer.parallel:
         found["resid"] = (N, D), "compute"
@@ -427,7 +279,7 @@ def saved_of(cfg: ModelConfig, layer: Layer, tokens: int) -> Saved:
             found["shared_up"] = (N, (1 + mlp.gated) * mlp.shared), "compute"
         if isinstance(mlp, Experts) and mlp.latent:
             found["latent_sum"] = (N, mlp.latent), "compute"
-        if layer.names.post2:
+        if layer.mlp_names.post:
             found["mlp_branch"] = (N, D), "compute"
     return found
 

@@ -33,14 +33,14 @@ Rope, in the notations of transformers 4 and 5: {kinds}. With `longrope` the run
 are used, the short ones up to `original_max_position_embeddings`. `--rope-factor X` extends a context X times by
 YaRN, in training and in the result's `config.json`.
 
-Packed weights are read as published: fp8 in blocks, by row, tensor or group; int4 of compressed-tensors, GPTQ and AWQ
-in four bits, NVFP4, MXFP4, NF4: see [packed weights](packed.md). The files decide which tensors are packed. Frozen, as
+Packed weights are read as published: fp8 in blocks, by row, tensor or group; int4 of compressed-tensors, NVFP4, MXFP4,
+NF4: see [packed weights](packed.md). The files decide which tensors are packed. Frozen, as
 under LoRA, they stay packed on the drive, in RAM and in transfers; trained, they are decoded once, and the result is in
 bf16.
 `--base nf4`, `fp8` or `mxfp4` quantizes the frozen matrices of a plain checkpoint as they are loaded.
 
-These are refused with one line that names the key: other activations, weights quantized otherwise (GPTQ in other
-than four bits, 8 bits of bitsandbytes, GGUF), heads for other tasks, routing by groups of experts (`n_group`) where
+These are refused with one line that names the key: other activations, weights quantized otherwise (GPTQ, AWQ, 8
+bits of bitsandbytes, GGUF), heads for other tasks, routing by groups of experts (`n_group`) where
 the family's releases have none.
 
 ## Known, and not supported
@@ -66,7 +66,7 @@ MAKERS = {
     "rednote": "dots1",
     "Baidu": "ernie4_5 ernie4_5_moe",
     "JetBrains": "mellum",
-    "Google": "gemma gemma2 gemma3_text vaultgemma",
+    "Google": "gemma gemma2 gemma3_text gemma4_text vaultgemma",
     "Microsoft": "phi3",
     "IBM": "granite granitemoe granite_swa granitemoehybrid bamba",
     "NVIDIA": "nemotron_h",
@@ -82,8 +82,8 @@ def special(family: Family) -> list[str]:
         "LayerNorms with bias": family.layer_norm,
         "a layer is a mixer or an MLP: not divided into sub-layers": family.single,
         "attention and MLP have one input: not divided into sub-layers": family.parallel,
-        "norms after attention and MLP only": not n.norm1,
-        "norms before and after attention and MLP": bool(n.norm1 and n.post1),
+        "norms after attention and MLP only": not n.mixer.norm,
+        "norms before and after attention and MLP": bool(n.mixer.norm and n.mixer.post),
         "norms multiply by 1 + weight": family.add_one,
         "GELU between two matrices": not family.gated and family.acts[0] in GELU,
         "GELU, exact or by tanh, between two matrices": not family.gated and EXACT_GELU in family.acts,
@@ -98,7 +98,7 @@ def special(family: Family) -> list[str]:
         "q and k norms of each head": family.qk_norm == "head" and not family.qk_norm_key,
         "q and k norms of each head optional": bool(family.qk_norm_key),
         "q and k norms over the whole width": family.qk_norm == "width",
-        "packed matrices": family.gated and len(n.up) == 1,
+        "packed matrices": family.gated and len(n.mlp.up) == 1,
         "matrices stored (in, out)": n.in_out,
         "window in all layers": family.windows == "all",
         "window from a layer on": family.windows == "above",
@@ -112,13 +112,13 @@ def special(family: Family) -> list[str]:
         "biases": bool(family.qkv_bias),
         "a mixture of experts in place of the MLP": family.experts is not None,
         "dense layers first": family.experts is not None and bool(family.experts.leading),
-        "experts chosen with a frozen correction bias": bool(n.correction),
+        "experts chosen with a frozen correction bias": bool(n.mlp.correction),
         "MTP layers are copied": family.mtp,
         "an indexer, which is copied": family.indexed,
         "latent attention": family.latent is not None,
         "groups of experts": family.experts is not None
         and (family.experts.method or family.experts.groups not in (None, (1, 1))),
-        "attention sinks": bool(n.sinks),
+        "attention sinks": bool(n.mixer.sinks),
         "layers with a gated delta rule in place of attention": isinstance(family.scan, DeltaKeys),
         "layers with Mamba2 in place of attention": isinstance(family.scan, MambaKeys)
         and not family.scan.with_attention,

@@ -100,6 +100,26 @@ OSS = MIXTURE | dict(
     intermediate_size=24,
     rope_parameters=YARN | dict(truncate=False),
 )
+GEMMA4 = dict(
+    vocab_size=97,
+    hidden_size=40,
+    intermediate_size=56,
+    num_hidden_layers=4,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=12,
+    global_head_dim=24,
+    num_global_key_value_heads=1,
+    sliding_window=5,
+    hidden_size_per_layer_input=0,
+    attention_k_eq_v=True,
+    num_kv_shared_layers=0,
+    layer_types=["sliding_attention", "full_attention"] * 2,
+    vocab_size_per_layer_input=97,
+    max_position_embeddings=64,
+    pad_token_id=None,
+    final_logit_softcapping=30.0,
+)
 NEOX = dict(vocab_size=97, hidden_size=64, intermediate_size=72, num_hidden_layers=2, num_attention_heads=4,
             max_position_embeddings=64)  # fmt: skip
 DIALECTS = LLAMA | dict(num_hidden_layers=3, pad_token_id=None)
@@ -198,6 +218,10 @@ CASES = {
                                       final_logit_softcapping=2.0)),
     "gemma2 untied, without caps": ("gemma2", LLAMA | dict(
         tie_word_embeddings=False, attn_logit_softcapping=None, final_logit_softcapping=None, attention_bias=True)),
+    "gemma4": ("gemma4_text", GEMMA4 | dict(attention_k_eq_v=False)),
+    "gemma4 keys that are values": ("gemma4_text", GEMMA4),
+    "gemma4, experts": ("gemma4_text", GEMMA4 | dict(
+        enable_moe_block=True, num_experts=6, top_k_experts=2, moe_intermediate_size=24)),
     "gpt_neox": ("gpt_neox", NEOX),
     "gpt_neox in sequence, whole heads": ("gpt_neox", NEOX | dict(use_parallel_residual=False, rotary_pct=1.0)),
     "gpt_neox tied, without attention's biases": ("gpt_neox", NEOX | dict(
@@ -329,6 +353,8 @@ def oracle(model_type: str, keys: dict):
             if "norm" in name or ".ln_" in name:
                 p.add_(1.0 if name.endswith("weight") else 0.0)
         for name, buffer in oracle.named_buffers():
+            if name.endswith("layer_scalar"):
+                buffer.fill_(0.7)
             if name.endswith("correction_bias"):
                 buffer.copy_(torch.randn_like(buffer) * 0.3)
     return oracle, parse_config(json.loads(config.to_json_string(use_diff=False)) | {"model_type": model_type})

@@ -147,6 +147,6 @@ def spelled(model, tensors):
 
 def turned(cfg, tensors):
     """Experts as releases have them, where transformers writes them otherwise."""
-    if not (cfg.experts and cfg.names.either):
+    if not (cfg.experts and cfg.names.mlp.either):
         return tensors
-    return {name: t.mT.contiguous() if f".{cfg.names.experts}." in name else t for name, t in tensors.items()}
+    return {name: t.mT.contiguous() if f".{cfg.names.mlp.experts}." in name else t for name, t in tensors.items()}

@@ -11,7 +11,6 @@ from torch.nn.functional import silu
 from trireme.kernels import launch
 from trireme.kernels.attention.docs import make_docs
 from trireme.kernels.scan import reference
-from trireme.models.sizes import workspace
 
 LENGTHS = {"in order": [1, 63, 64, 65], "long first": [200, 1, 65, 1, 1, 64], "one": [129]}
 # K key heads, H value heads, their widths, delta rule, skip
@@ -172,10 +171,6 @@ def test_convolution_sees_nothing_before_its_document(lengths, biased):
 
 
 # ---------------------------------------------------------------- kernels
-
-
-def test_the_rows_that_workspace_counts():
-    assert launch.ROWS_OF_SCANS == workspace.ROWS_OF_SCANS
 
 
 BF16_ERROR = 5e-3  # operands and results of products are rounded, one behind the other

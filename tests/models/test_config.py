@@ -3,14 +3,17 @@
 import json
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from script_files import script
 
-from trireme.models.config import SUPPORTED, InputError, Rope, default_number, numbers, parse_config, read_config
+from trireme.models.config import SUPPORTED, InputError, Rope, numbers, parse_config, read_config
 from trireme.models.families.known import KNOWN
+from trireme.models.families.names import SPLIT
 from trireme.models.families.table import FAMILIES, WRAPPERS
+from trireme.models.layers import Attention, Layer, Mlp
 
 FP8 = dict(quant_method="fp8")
 
@@ -59,30 +62,32 @@ def test_gpt2_defaults():
     assert cfg.family.layer_norm
     assert not cfg.layers[0].mlp.gated
     assert cfg.tied
-    assert cfg.rope is None
+    assert not cfg.rotates
     assert cfg.n_units == 14
-    assert (cfg.layers[0].mlp.width, cfg.attention.dim, cfg.max_positions, cfg.eps) == (3072, 64, 1024, 1e-5)
+    assert (cfg.layers[0].mlp.width, cfg.widest_head, cfg.max_positions, cfg.eps) == (3072, 64, 1024, 1e-5)
 
 
 def test_llama_defaults():
     cfg = parse_config(LLAMA)
-    assert not cfg.family.layer_norm
-    assert cfg.gated
-    assert not cfg.tied
-    assert cfg.rope == Rope(10000.0)
-    assert not cfg.qkv_bias
-    assert (cfg.attention.kv_heads, cfg.attention.dim, cfg.max_positions, cfg.eps, cfg.attention.window) == (32, 128, 2048, 1e-6, 0)
-    assert cfg.qkv_width == 3 * 4096
+    assert set(cfg.layers) == {Layer(
+        4096, 1e-6, (Attention(32, 32, 128, 128**-0.5, Rope(10000.0, width=128)),), (Mlp(11008),), SPLIT.mixer,
+        SPLIT.mlp,
+    )}  # fmt: skip
+    assert (cfg.n_layers, cfg.tied, cfg.max_positions) == (32, False, 2048)
+    assert cfg.attentions[0].qkv_width == 3 * 4096
 
 
 def test_head_dim_is_independent_of_the_width():
-    cfg = parse_config(LLAMA | dict(head_dim=80, num_key_value_heads=8))
-    assert (cfg.q_width, cfg.kv_width, cfg.qkv_width) == (2560, 640, 3840)
-    assert parse_config(LLAMA | dict(model_type="qwen3", num_key_value_heads=8)).attention.dim == 128
+    spec = parse_config(LLAMA | dict(head_dim=80, num_key_value_heads=8)).attentions[0]
+    assert (spec.q_width, spec.kv_width, spec.qkv_width) == (2560, 640, 3840)
+    assert parse_config(LLAMA | dict(model_type="qwen3", num_key_value_heads=8)).widest_head == 128
 
 
 def test_biases_by_architecture():
-    biases = lambda **keys: (c := parse_config(LLAMA | keys)) and (c.qkv_bias, c.o_bias, c.mlp_bias, c.qk_norm)
+    def biases(**keys):
+        layer = parse_config(LLAMA | keys).layers[0]
+        return layer.attention.bias, layer.attention.o_bias, layer.mlp.bias, bool(layer.attention.norm)
+
     assert biases(attention_bias=True) == (True, True, False, False)
     assert biases(mlp_bias=True) == (False, False, True, False)
     assert biases(model_type="qwen2") == (True, False, False, False)
@@ -118,14 +123,14 @@ def test_sliding_window(keys, window, window_from):
     ],
 )
 def test_rope_in_both_forms(keys, rope):
-    assert parse_config(LLAMA | keys).rope == rope
+    assert parse_config(LLAMA | keys).attentions[0].rope == replace(rope, width=128)
 
 
 def test_attention_scale_by_layer():
     cfg = parse_config(GPT2 | dict(scale_attn_by_inverse_layer_idx=True))
     assert cfg.layers[0].attention.scale == 0.125
     assert cfg.layers[3].attention.scale == 0.125 / 4
-    assert parse_config(GPT2 | dict(scale_attn_weights=False)).layer_scale(3) == 1.0
+    assert parse_config(GPT2 | dict(scale_attn_weights=False)).layers[3].attention.scale == 1.0
 
 
 @pytest.mark.parametrize(
@@ -213,7 +218,6 @@ def test_attention_scale_by_layer():
         (LLAMA | dict(rope_parameters=dict(partial_rotary_factor=0.5)), ["partial_rotary_factor"]),
         (LLAMA | dict(attn_logit_softcapping=50.0), ["attn_logit_softcapping"]),
         (LLAMA | dict(final_logit_softcapping=30.0), ["final_logit_softcapping"]),
-        (LLAMA | dict(quantization_config=dict(quant_method="gptq")), ["quantization_config", "bits"]),
         (LLAMA | dict(rope_scaling=dict(type="ntk", factor=4.0)), ["ntk", "default, linear, llama3, yarn, longrope"]),
         (LLAMA | dict(rope_scaling=dict(type="yarn", factor=-1)), ["factor", "-1"]),
         (LLAMA | dict(rope_scaling=dict(type="longrope", short_factor=[1.0] * 64)), ["long_factor", "64"]),
@@ -345,29 +349,19 @@ def test_patterns_of_layers():
     gemma = of(model_type="gemma3_text", hidden_activation="gelu_pytorch_tanh", sliding_window=512,
                rope_scaling=dict(rope_type="linear", factor=8.0))  # fmt: skip
     assert [i for i in range(8) if not gemma.layers[i].attention.window] == [5]
-    assert gemma.layers[5].attention.rope == Rope(1e6, "linear", 8.0, width=128)
-    assert gemma.layers[0].attention.rope == Rope(1e4, width=128)
-    assert gemma.layer_scale(0) == 256**-0.5
+    assert gemma.layers[5].attention.rope == Rope(1e6, "linear", 8.0, width=256)
+    assert gemma.layers[0].attention.rope == Rope(1e4, width=256)
+    assert gemma.layers[0].attention.scale == 256**-0.5
     assert [i for i, own in enumerate(of(model_type="smollm3").layers) if own.attention.rope is None] == [3, 7]
     phi = of(model_type="phi3", partial_rotary_factor=0.75, sliding_window=2047)
-    assert (phi.rope.width, phi.attention.window) == (96, 2047)
+    assert [(spec.rope.width, spec.window) for spec in phi.attentions] == [(96, 2047)]
 
 
-def test_what_was_written_before_is_the_same_model():
-    """The numbers of a run that knew fewer of them: what has been added since stands for its default."""
-    before = dict(
-        model_type="llama", vocab=32000, width=4096, n_layers=32, n_heads=32, n_kv_heads=32, head_dim=128, ffn=11008,
-        max_positions=2048, eps=1e-6, tied=False, qkv_bias=False, o_bias=False, mlp_bias=False, qk_norm=False,
-        window=0, window_from=0, scale_attn=True, scale_attn_by_layer=False,
-    )  # fmt: skip
-    before |= {"rope.theta": 1e4, "rope.kind": "default", "rope.factor": 1.0, "rope.low_freq_factor": 1.0,
-               "rope.high_freq_factor": 4.0, "rope.original_positions": 0}  # fmt: skip
-    same = lambda now: all(
-        now.get(name, default_number(name)) == before.get(name, default_number(name)) for name in [*before, *now]
-    )
-    assert same(numbers(parse_config(LLAMA)))
-    assert not same(numbers(parse_config(LLAMA | dict(rope_scaling=dict(type="yarn", factor=4.0)))))
-    assert not same(numbers(parse_config(LLAMA | dict(model_type="olmo3"))))
+def test_numbers_tell_models_apart_and_are_json():
+    same = lambda **keys: numbers(parse_config(LLAMA | keys)) == numbers(parse_config(LLAMA))
+    assert same()
+    assert not same(rope_scaling=dict(type="yarn", factor=4.0))
+    assert not same(model_type="olmo3")
     found = numbers(parse_config(LLAMA | dict(model_type="olmo3")))
     assert json.loads(json.dumps(found)) == found
 
@@ -381,15 +375,13 @@ def test_what_is_known_and_not_supported():
 
 
 def test_only_the_table_names_a_family():
-    """Blocks, shapes and engine read descriptions; sizes.py gives some, versions.py is of tokenizers."""
+    """Blocks, shapes and planner read descriptions; known.py gives reasons."""
     root = Path(__file__).parents[2]
     own = set(SUPPORTED) - {"llama", "gpt2"} | {"gemma3"}
-    for path in (path for room in ("models", "engine", "kernels") for path in root.glob(f"{room}/**/*.py")):
+    for path in (path for room in ("models", "engine/planner", "kernels") for path in root.glob(f"{room}/**/*.py")):
         named = (
             "models/families/table.py",
             "models/families/known.py",
-            "engine/planner/sizes.py",
-            "engine/data/versions.py",
         )
         if path not in [root / name for name in named]:
             words = set(re.findall(r"[\"']([a-z_]+\d*\w*)[\"']", path.read_text()))
@@ -431,8 +423,14 @@ def test_what_is_no_small_regular_file_is_not_read(tmp_path, make):
 
 def test_real(real):
     cfg = read_config(real / "stories260k")
-    assert (cfg.model_type, cfg.n_layers, cfg.attention.kv_heads, cfg.attention.dim, cfg.tied) == ("llama", 5, 4, 8, True)
-    assert read_config(real / "capp-gpt2").ffn == 256
+    assert (cfg.model_type, cfg.n_layers, cfg.attentions[0].kv_heads, cfg.widest_head, cfg.tied) == (
+        "llama",
+        5,
+        4,
+        8,
+        True,
+    )
+    assert read_config(real / "capp-gpt2").layers[0].mlp.width == 256
     assert json.loads((real / "capp-gpt2" / "config.json").read_text())["attn_pdrop"] > 0  # dropout is ignored
 
 

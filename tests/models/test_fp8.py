@@ -8,9 +8,9 @@ from blocks import LENGTHS, block_gradients, check_every_subset
 from tiny import CASES, Tiny, oracle, relative, shifted_labels
 
 from trireme.kernels import ops
-from trireme.models import attention, experts, model
+from trireme.models import model
 from trireme.models.config import Lora
-from trireme.models.sizes import costs, narrow, shapes
+from trireme.models.sizes import narrow, shapes
 
 pytestmark = pytest.mark.grid
 
@@ -98,16 +98,6 @@ def test_what_backward_repeats_and_what_gradients_read_is_quantized_once(name, t
     assert sum(equal) == twice
 
 
-def test_costs_count_what_is_quantized_once():
-    """An MLP's input behind a LayerNorm: read twice, and written in each order."""
-    _, cfg = oracle(*FAMILIES["gpt2"])
-    cfg, N = replace(cfg, fp8=True, halves=True), 32
-    work = lambda kept: costs.in_fp8_work(cfg, 2, frozenset(kept), N)
-    assert work(()).rebuilt_bytes == N * cfg.width
-    assert work(("fc",)).rebuilt_bytes == 0
-    assert work(("fc",)).backward_bytes == work(()).backward_bytes == N * 6 * 5 * cfg.width + N * 5 * 5 * cfg.width
-
-
 MIXTURE = KEYS | dict(num_experts=4, num_experts_per_tok=4, moe_intermediate_size=32, decoder_sparse_step=1)
 
 
@@ -128,7 +118,7 @@ def test_experts_of_few_rows_stay_in_bf16(rows, monkeypatch):
     reference, cfg = oracle("qwen3_moe", MIXTURE)
     monkeypatch.setattr(narrow, "LEAST_ROWS", rows)
     seen = []
-    monkeypatch.setattr(experts.ops, "quantize_experts", lambda w, of=ops.quantize_experts: seen.append(w) or of(w))
+    monkeypatch.setattr(ops, "quantize_experts", lambda w, of=ops.quantize_experts: seen.append(w) or of(w))
     block_gradients(Tiny(replace(cfg, fp8=True), reference.state_dict(), "BF16", "F32"), ())
     assert len(seen) == (0 if rows else 5)  # up twice, down, the gradients of the rows of both
 
@@ -153,21 +143,6 @@ def test_adapters_stay_in_bf16(name):
     assert all(".lora_" in part for part in found[2])
     for part, gradient in exact[2].items():
         assert relative(found[2][part], gradient) < EPSILON * DEEP**0.5, part
-
-
-@pytest.mark.parametrize("name", ["llama", "olmo2", "llama biases", "gpt_neox"])
-def test_the_gradient_of_heads_is_rotated_as_it_is_quantized(name, monkeypatch):
-    """The same bits; not before norms of heads, nor with biases, which read the gradient itself."""
-    reference, cfg = oracle(*FAMILIES[name])
-    tiny, seen = Tiny(replace(cfg, fp8=True), reference.state_dict(), "BF16", "F32"), []
-    monkeypatch.setattr(ops, "rotated_codes", lambda *args, of=ops.rotated_codes: seen.append(0) or of(*args))
-    found = block_gradients(tiny, ())
-    assert len(seen) == (name == "llama")
-    monkeypatch.setattr(attention, "_rotates_codes", lambda *_: None)
-    tiny = Tiny(replace(cfg, fp8=True), reference.state_dict(), "BF16", "F32")
-    apart = block_gradients(tiny, ())
-    assert all(torch.equal(a, b) for a, b in zip(found[:2], apart[:2], strict=True))
-    assert all(torch.equal(g, apart[2][weight]) for weight, g in found[2].items())
 
 
 @pytest.mark.gpu

@@ -166,7 +166,7 @@ def test_learned_positions_leave_room_for_a_token():
 
 def test_a_cache_takes_what_is_said():
     cache = _Cache(LLAMA, 3, 40 + 48, [torch.device("cpu")] * LLAMA.n_units, torch.bfloat16)
-    rest = needs(replace(LLAMA, n_layers=1), 3, 40, 48, 2)
+    rest = needs(replace(LLAMA, layers=LLAMA.layers[:1]), 3, 40, 48, 2)
     each = cache.k[0].nbytes + cache.v[0].nbytes
     assert needs(LLAMA, 3, 40, 48, 2) == rest + (LLAMA.n_layers - 1) * each
     assert rest > each

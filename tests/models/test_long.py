@@ -62,15 +62,15 @@ def test_an_extended_context_is_yarn(raw):
     """As read by us and by transformers: the same positions, tables equal to the bit."""
     longer = extended(raw, 2.5, "config.json")
     cfg = parse_config(longer)
-    assert (cfg.max_positions, cfg.rope.kind, cfg.rope.factor, cfg.rope.original_positions) == (160, "yarn", 2.5, 64)
-    before = parse_config(raw)
+    rope = cfg.attentions[0].rope
+    assert (cfg.max_positions, rope.kind, rope.factor, rope.original_positions) == (160, "yarn", 2.5, 64)
     kept = dict(kind="default", factor=1.0, original_positions=0, attention_factor=1.0)
-    assert replace(cfg, max_positions=64, rope=replace(cfg.rope, **kept)) == before
+    assert replace(rope, **kept) == parse_config(raw).attentions[0].rope
     config = AutoConfig.for_model(**longer)
     assert config.max_position_embeddings == 160
     model = AutoModelForCausalLM.from_config(config)
     cos, sin = model.base_model.rotary_emb(torch.zeros(1), torch.arange(160)[None])
-    table = rope_tables(cfg, 160, "cpu").rope
+    table = rope_tables(cfg, 160, "cpu")[rope].key
     half = cos.shape[2] // 2
     assert torch.equal(table.cos, cos[0, :, :half])
     assert torch.equal(table.sin, sin[0, :, :half])
@@ -80,7 +80,7 @@ def test_an_extended_context_inside_a_wrapper():
     text = OLD | dict(model_type="mistral")
     longer = extended(dict(model_type="mistral3", text_config=text), 2.0, "config.json")
     assert parse_config(longer).max_positions == 128
-    assert parse_config(longer).rope.kind == "yarn"
+    assert parse_config(longer).attentions[0].rope.kind == "yarn"
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,7 @@ def test_the_loss_of_balance_is_that_of_transformers(case):
     for name, p in reference.named_parameters():
         ours = own_name(cfg, name)
         assert relative(tiny.grads[ours], p.grad) < 1e-5, name
-        assert f"{cfg.names.router}." not in ours or relative(plain.grads[ours], p.grad) > 1e-2
+        assert f"{cfg.names.mlp.router}." not in ours or relative(plain.grads[ours], p.grad) > 1e-2
 
 
 def test_the_load_counts_a_step_once_whatever_is_recomputed():

@@ -22,7 +22,7 @@ from trireme.models.families.scores import class_of
 from trireme.models.families.table import FAMILIES
 from trireme.models.norm import Norm
 from trireme.models.rows import rope_tables
-from trireme.models.sizes import costs, shapes
+from trireme.models.sizes import costs, measure, shapes
 
 LLAMA = dict(
     model_type="llama", vocab_size=50, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2
@@ -111,10 +111,10 @@ def test_a_score_head_is_counted_in_place_of_the_output_matrix():
     base = parse_config(LLAMA | dict(tie_word_embeddings=False))
     cfg, u = replace(base, scores=3), base.n_units - 1
     assert shapes.parameters(base) - shapes.parameters(cfg) == (50 - 3) * 16
-    assert costs.forward_flops(cfg, u, 7, 0) == 2 * 7 * 3 * 16
-    assert costs.backward_flops(cfg, u, 7, 0) == 4 * 7 * 3 * 16
+    assert measure.forward_flops(cfg, u, 7, 0) == 2 * 7 * 3 * 16
+    assert measure.backward_flops(cfg, u, 7, 0) == 4 * 7 * 3 * 16
     lora = replace(cfg, lora=Lora(2, 4.0, ("q_proj",)), frozen=("*",))
-    assert costs.backward_flops(lora, u, 7, 0) == 4 * 7 * 3 * 16
+    assert measure.backward_flops(lora, u, 7, 0) == 4 * 7 * 3 * 16
     names = [name for part in shapes.trained_parts(lora, u) for group in part for name, _ in group]
     assert names == ["score.weight"]
     assert costs.model_flops(base, 10, 5) - costs.model_flops(cfg, 10, 5) == 6 * 10 * 50 * 16

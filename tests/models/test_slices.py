@@ -23,7 +23,7 @@ from trireme.models.config import FP8, Lora, ModelConfig
 from trireme.models.families.packing import INT4_ZEROS, MXFP4, NF4, NVFP4
 from trireme.models.packed import DTYPE, Sliced, decode, grouped_mm
 from trireme.models.rows import make_rows, rope_tables
-from trireme.models.sizes import workspace
+from trireme.models.sizes import measure
 from trireme.models.sizes.narrow import may_be_sliced
 
 PACKINGS = {"mxfp4": MXFP4, "fp8": replace(FP8, block=(24, 20)), "nf4": NF4, "nvfp4": NVFP4,
@@ -103,9 +103,9 @@ def config(**sizes) -> ModelConfig:
 
 def small() -> ModelConfig:
     cfg = config(width=32, vocab=97)
-    latent = replace(cfg.latent, q_rank=12, kv_rank=16, nope=16, rope=8, value=16)
-    rope = replace(cfg.rope, width=8)
-    own = replace(cfg.attention, heads=4, kv_heads=4, dim=24, latent=latent, rope=rope)
+    latent = replace(cfg.attentions[0].latent, q_rank=12, kv_rank=16, nope=16, rope=8, value=16)
+    rope = replace(cfg.attentions[0].rope, width=8)
+    own = replace(cfg.attentions[0], heads=4, kv_heads=4, dim=24, latent=latent, rope=rope)
     experts = replace(cfg.experts, count=16, chosen=4, width=16, shared=16, groups=4, kept=2)
     mlps = (replace(cfg.layers[0].mlp, width=48),), (experts,)
     layers = (replace(at, width=32, mixers=(own,), mlps=mlp) for at, mlp in zip(cfg.layers, mlps, strict=True))
@@ -141,7 +141,7 @@ def passed(cfg: ModelConfig, tokens: int, device: str):
     for u in (3, 4):
         w, g, room = filled(cfg, u, device)
         out, dx = torch.empty_like(x), torch.empty_like(x)
-        bound = workspace.workspace_bytes(cfg, u, tokens, 2)
+        bound = measure.temporaries(cfg, u, tokens, 2)
         if device == "cuda":
             torch.cuda.reset_peak_memory_stats()
             before = torch.cuda.memory_allocated()

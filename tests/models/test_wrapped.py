@@ -166,7 +166,13 @@ def test_files_may_leave_out_what_their_class_says():
         rope_scaling=dict(factor=8.0, rope_type="linear"),
     )  # fmt: skip
     cfg = parse_config(dict(model_type="gemma3", text_config=text))
-    assert (cfg.vocab, cfg.attention.heads, cfg.attention.kv_heads, cfg.attention.dim, cfg.tied) == (262208, 8, 4, 256, True)
+    assert (cfg.vocab, cfg.attentions[0].heads, cfg.attentions[0].kv_heads, cfg.widest_head, cfg.tied) == (
+        262208,
+        8,
+        4,
+        256,
+        True,
+    )
     del text["model_type"]
     assert parse_config(dict(model_type="gemma3", text_config=text)) == cfg
 

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from trireme.engine.memory import views
-from trireme.engine.planner.predict import KERNELS, WITHIN
+from trireme.engine.planner.predict import WITHIN
 from trireme.engine.planner.probe.compute import TURNS, timed
 from trireme.engine.queues.real import RealQueues
 from trireme.engine.queues.task import Task
@@ -16,9 +16,10 @@ from trireme.kernels import ops
 from trireme.models import model
 from trireme.models.config import Rope, uniform
 from trireme.models.rows import make_rows, rope_tables
-from trireme.models.sizes import shapes
+from trireme.models.sizes import measure, shapes
 from trireme.storage.layout import pack
 
+BLOCK = uniform("llama", 32000, 128, 1, 2, 2, 64, 256, 1 << 17, 1e-5, False, rope=Rope(1e4))  # a small one
 STARTS, BLOCKS = 200, 10  # of a kernel or task in a turn; of a small block
 BOOKS = 6  # times that of a task's hand-over: all of the engine's bookkeeping, and events (5 without)
 
@@ -33,7 +34,7 @@ def start_seconds(device: torch.device) -> float:
 
 def block_seconds(device: torch.device) -> float:
     """Seconds of forward and backward of a block so small that its GPU waits for the host's launches."""
-    cfg = uniform("llama", 32000, 128, 1, 2, 2, 64, 256, 1 << 17, 1e-5, False, rope=Rope(1e4))
+    cfg = BLOCK
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     layout = pack(shapes.weight_groups(cfg, 1), "BF16" if dtype == torch.bfloat16 else "F32")
     made = (views(layout, torch.zeros(layout.span, dtype=torch.uint8, device=device)) for _ in range(2))
@@ -53,7 +54,7 @@ def block_seconds(device: torch.device) -> float:
 def launch_seconds(block: float, task: float) -> float:
     """Seconds of one launch, `Rates.host`, from those of `block_seconds` and the interpreter's for a task."""
     within = task * (WITHIN["forward"] + WITHIN["backward"])
-    return (block - within) / (KERNELS["forward"] + KERNELS["backward"])
+    return (block - within) / sum(work.launches for work in measure.work(BLOCK, 1, 64, 64))
 
 
 def task_seconds() -> float:

@@ -3,7 +3,7 @@
     out = x + sum over a token's k experts e of w_e * ((silu(gate) * up) @ down_e),  (gate, up) = norm(x) @ up_e
     w, e = route(norm(x) @ router)
 
-With cfg.relu2 an expert is relu(y @ up_e)^2 @ down_e. With latents experts read y = norm(x) @ latent_in, (N, L), and
+Without a gate an expert is act(y @ up_e) @ down_e. With latents experts read y = norm(x) @ latent_in, (N, L), and
 their weighted sum is multiplied by latent_out. A shared expert (shared.py) may be added.
 
 GEMMs run over N k rows sorted by expert; the outputs of a token's experts are added in ascending order of expert. GEMMs
@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from trireme.kernels import ops
-from trireme.models import shared
+from trireme.models.branch import add_matmul, branch_backward
 from trireme.models.families.experts import Experts
 from trireme.models.linear import (
     Linear,
@@ -39,12 +39,14 @@ from trireme.models.linear import (
     upstream,
 )
 from trireme.models.lora import Stacked
-from trireme.models.branch import add_matmul, branch_backward
+from trireme.models.mlps import shared
 from trireme.models.norm import Norm, Stats, norm, norm_backward
-from trireme.models.packed import Stack, grouped_mm
+from trireme.models.packed import Sliced, Stack, grouped_mm, whole
+from trireme.models.reader import Reader
 from trireme.models.rows import Pass
+from trireme.models.sizes import narrow
+from trireme.models.sizes.groups import DOWN, GATE_UP, expert_shape, up_name
 from trireme.models.sizes.narrow import experts_in_fp8
-from trireme.models.sizes.shapes import up_name
 
 
 class Slice(NamedTuple):
@@ -55,14 +57,14 @@ class Slice(NamedTuple):
     of: int
 
 
-class Weights(NamedTuple):
+class ExpertWeights(NamedTuple):
     """Weights of the sub-layer, or their gradients: empty where a tensor is frozen. `up`, `down`: of `part` alone."""
 
     norm: Norm | None
     router: Linear  # (D, E)
     up: Stack  # (E, D, 2I), gate first or, with a limit, interleaved, or (E, D, I); perhaps a transposed view
     down: Stack  # (E, I, D), likewise; with latents L in place of D
-    shared: shared.Weights | None = None
+    shared: shared.SharedWeights | None = None
     up_bias: Tensor | None = None  # (E, 2I)
     down_bias: Tensor | None = None  # (E, D)
     correction: Tensor | None = None  # (E,) fp32, frozen
@@ -73,7 +75,7 @@ class Weights(NamedTuple):
     post: Norm | None = None  # behind the sum
     router_norm: Norm | None = None  # then the router reads the residual
     expert_scale: Tensor | None = None  # (E,)
-    fp8: bool = False  # whether GEMMs with `up` and `down` are in fp8, but for their gradients; set by `own`
+    fp8: bool = False  # whether GEMMs with `up` and `down` are in fp8, but for their gradients; set by `of_part`
     part: Slice | None = None  # None: all experts
 
     @property
@@ -84,7 +86,7 @@ class Weights(NamedTuple):
     def ends(self) -> bool:
         return self.part is None or self.part.last == self.part.of
 
-    def own(self, fp8: bool = False) -> Weights:
+    def of_part(self, fp8: bool = False) -> ExpertWeights:
         """These weights with biases and adapters of the experts of `part` alone, and with this `fp8`."""
         if self.part is None:
             return self._replace(fp8=fp8)
@@ -100,93 +102,128 @@ Passed = dict[str, Tensor]  # by the names of shapes.passed_shapes
 class Routes(NamedTuple):
     """Which experts process each token."""
 
-    logits: Tensor  # (N, E), in fp32 with cfg.experts.fp32 or a correction
+    logits: Tensor  # (N, E), in fp32 with Experts.fp32 or a correction
     weights: Tensor  # (N, k) fp32
     experts: Tensor  # (N, k) int32
     order: ops.Order
     plain: Tensor | None = None  # weights without expert_scale
 
 
-def rule(own: Experts) -> ops.Rule:
+def rule(spec: Experts) -> ops.Rule:
     """How the router's logits become weights."""
-    return ops.Rule(own.chosen, own.renormalise, own.sigmoid, own.scale, own.groups, own.kept, own.two)
+    return ops.Rule(spec.chosen, spec.renormalise, spec.sigmoid, spec.scale, spec.groups, spec.kept, spec.two)
+
+
+def weights(read: Reader, spec: Experts) -> ExpertWeights:
+    names, post, router_norm, expert_scale = read.layer.mlp_names, None, None, None
+    of_shared = shared.weights(read) if spec.shared else None
+    (up, up_bias), (down, down_bias) = (_stack(read, spec, matrix) for matrix in (GATE_UP, DOWN))
+    up_adapters, down_adapters = (read.stacked(f"{names.experts}.{matrix}") for matrix in (GATE_UP, DOWN))
+    if names.router_scale:
+        post, router_norm = read.norm(names.post_experts), Norm(read[names.router_scale])
+        expert_scale = read[names.expert_scale]
+    latent_in, latent_out = (read.linear(name) if spec.latent else None for name in (names.latent_in, names.latent_out))
+    return ExpertWeights(
+        read.norm(names.norm_experts or names.norm), read.linear(names.router, router=True), up, down, of_shared,
+        up_bias, down_bias, read.get(names.correction), up_adapters, down_adapters, latent_in, latent_out, post,
+        router_norm, expert_scale,
+    )  # fmt: skip
+
+
+def _stack(read: Reader, spec: Experts, matrix: str) -> tuple[Stack, Tensor | None]:
+    """(matrices (E, in, out), biases (E, out)) of a layer's experts."""
+    names, packing = read.layer.mlp_names, read.cfg.packing
+    name = f"{names.experts}.{matrix}"
+    bias = read.get(f"{name}_bias")
+    if bias is not None and trained(bias):
+        bias = bias.view(spec.count, -1)
+    if name in read.views:
+        matrices = whole(packing, name, read.views)
+        return matrices if names.experts_in_out else matrices.mT, bias
+    assert packing is not None
+    parts = tuple(read[name + part.suffix] for part in packing.parts)
+    out_in, at_once = not names.experts_in_out, narrow.at_once(read.cfg)
+    return Sliced(packing, parts, expert_shape(read.layer, matrix), out_in, at_once), bias
 
 
 def forward(
-    p: Pass, w: Weights, x: Tensor, out: Tensor, passed: Passed | None = None, onto: Tensor | None = None
+    p: Pass, spec: Experts, w: ExpertWeights, x: Tensor, out: Tensor, onto: Tensor, passed: Passed | None = None
 ) -> None:
-    """Fills out (N, D), which may be x, and every tensor of p.saved; a slice before the last `passed`, not out."""
-    cfg, rows, saved = p.experts, p.rows, p.saved
+    """Fills out (N, D) with onto + the branch of x, and every tensor of p.saved; a slice before the last `passed`, not
+    out. `out` may be x or `onto`.
+    """
+    rows, saved = p.rows, p.saved
     y, _ = norm(x, w.norm, p.layer.eps)
-    residual = x if onto is None else onto
     if w.shared is not None and w.ends:
-        shared.forward(p, w.shared, x, y, out)
-        residual = out
-    found = _routes(cfg, w, _read(p, w, x, y)[0], passed)
+        shared.forward(p, spec, w.shared, onto, y, out)
+        onto = out
+    routes = _routes(spec, w, _read(p, w, x, y)[0], passed)
     if rows.load is not None and w.begins:
-        rows.load.add(p.number, found.order, found.logits)
-    own, order, k = w.own(experts_in_fp8(p.cfg, p.layer, len(x))), _within(found.order, w.part), rule(cfg).k
+        rows.load.add(p.number, routes.order, routes.logits)
+    at, order, k = w.of_part(experts_in_fp8(p.cfg, p.layer, len(x))), _within(routes.order, w.part), rule(spec).k
     z = y if w.latent_in is None else linear(y, w.latent_in)
-    gate_up = _up(own, z, order, k, saved.get(up_name(cfg)))
-    del y, z  # workspace._block_workspace
-    act = _activation(cfg, gate_up)
-    del gate_up  # workspace._block_workspace
+    gate_up = _up(at, z, order, k, saved.get(up_name(spec)))
+    del y, z
+    act = _activation(spec, gate_up)
+    del gate_up
     if w.post is not None:
-        total = _sum(own, act, found.weights, order, k, None)
-        add_matmul(cfg.factor, p.layer.eps, residual, total, w.post, out)
+        total = _sum(at, act, routes.weights, order, k, None)
+        add_matmul(spec.factor, p.layer.eps, onto, total, w.post, out)
         return
     if w.latent_out is None:
-        _sum(own, act, found.weights, order, k, residual if w.ends else None, *_sums(w, order, passed, out))
+        _sum(at, act, routes.weights, order, k, onto if w.ends else None, *_sums(w, order, passed, out))
         return
-    total = _sum(own, act, found.weights, order, k, None, saved.get("latent_sum"))
-    del act  # workspace._block_workspace
-    torch.add(residual, linear(total, w.latent_out), out=out)
+    total = _sum(at, act, routes.weights, order, k, None, saved.get("latent_sum"))
+    del act
+    torch.add(onto, linear(total, w.latent_out), out=out)
 
 
-def _read(p: Pass, w: Weights, x: Tensor, y: Tensor) -> tuple[Tensor, Stats | None]:
+def _read(p: Pass, w: ExpertWeights, x: Tensor, y: Tensor) -> tuple[Tensor, Stats | None]:
     """What the router reads: y, or x by its own norm."""
     return (y, None) if w.router_norm is None else norm(x, w.router_norm, p.layer.eps)
 
 
-def _sum(own: Weights, act: Tensor, weights: Tensor, order: ops.Order, k: int, *into: Tensor | None) -> Tensor:
+def _sum(w: ExpertWeights, act: Tensor, weights: Tensor, order: ops.Order, k: int, *into: Tensor | None) -> Tensor:
     """Each token's weighted sum, (N, D) or (N, L); `into`: residual, out, carry and among of ops.combine."""
-    ranked = grouped_mm(act, own.down, order, bias=own.down_bias, fp8=own.fp8)
-    if own.down_adapters is not None:
-        own.down_adapters.add_(ranked, act, order)
+    ranked = grouped_mm(act, w.down, order, bias=w.down_bias, fp8=w.fp8)
+    if w.down_adapters is not None:
+        w.down_adapters.add_(ranked, act, order)
     return ops.combine(ranked, order, k, weights, *into)
 
 
-def _activation(cfg: Experts, gate_up: Tensor) -> Tensor:
-    return ops.act_fwd(gate_up, ops.Act(cfg.act, cfg.gated, cfg.limit))
+def _activation(spec: Experts, gate_up: Tensor) -> Tensor:
+    return ops.act_fwd(gate_up, ops.Act(spec.act, spec.gated, spec.limit))
 
 
-def _activation_backward(cfg: Experts, d_act: Tensor, gate_up: Tensor, found: Routes) -> tuple[Tensor, Tensor, Tensor]:
+def _activation_backward(
+    spec: Experts, d_act: Tensor, gate_up: Tensor, routes: Routes
+) -> tuple[Tensor, Tensor, Tensor]:
     """(gradient of gate_up (P, 2I), weighted activation (P, I), gradient of the weights (N, k) fp32)."""
-    act = ops.Act(cfg.act, cfg.gated, cfg.limit)
-    d_weights = ops.act_bwd_(d_act, gate_up, act, weights=found.weights, order=found.order)
+    act = ops.Act(spec.act, spec.gated, spec.limit)
+    d_weights = ops.act_bwd_(d_act, gate_up, act, weights=routes.weights, order=routes.order)
     assert d_weights is not None
     return gate_up, d_act, d_weights
 
 
-def _routes(cfg: Experts, w: Weights, y: Tensor, passed: Passed | None) -> Routes:
+def _routes(spec: Experts, w: ExpertWeights, y: Tensor, passed: Passed | None) -> Routes:
     """The routes of y (N, D): found by the first slice, read from `passed` by others, which have no logits."""
     if passed is None or w.begins:
-        found = route(cfg, w, y)
+        routes = route(spec, w, y)
         if passed is not None:
-            passed["weights"].copy_(found.weights)
-            passed["experts"].copy_(found.experts)
-        return found
+            passed["weights"].copy_(routes.weights)
+            passed["experts"].copy_(routes.experts)
+        return routes
     experts = passed["experts"]
-    return Routes(y[:0], passed["weights"], experts, ops.sort_pairs(experts, cfg.count))
+    return Routes(y[:0], passed["weights"], experts, ops.sort_pairs(experts, spec.count))
 
 
-def _within(order: ops.Order, own: Slice | None) -> ops.Order:
+def _within(order: ops.Order, part: Slice | None) -> ops.Order:
     """`order` with the starts of a slice's experts alone."""
-    return order if own is None else order._replace(starts=order.starts[own.first : own.last + 1], sliced=True)
+    return order if part is None else order._replace(starts=order.starts[part.first : part.last + 1], sliced=True)
 
 
 def _sums(
-    w: Weights, order: ops.Order, passed: Passed | None, out: Tensor | None
+    w: ExpertWeights, order: ops.Order, passed: Passed | None, out: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """The arguments (out, carry, among) of ops.combine."""
     if w.part is None or passed is None:
@@ -194,111 +231,124 @@ def _sums(
     return out if w.ends else passed["sum"], None if w.begins else passed["sum"], order.starts
 
 
-def _up(w: Weights, y: Tensor, order: ops.Order, k: int, out: Tensor | None = None) -> Tensor:
+def _up(w: ExpertWeights, y: Tensor, order: ops.Order, k: int, out: Tensor | None = None) -> Tensor:
     gate_up = grouped_mm(y, w.up, order, k, out, w.up_bias, fp8=w.fp8)
     if w.up_adapters is not None:
         w.up_adapters.add_(gate_up, y, order, k)
     return gate_up
 
 
-def route(cfg: Experts, w: Weights, y: Tensor) -> Routes:
+def route(spec: Experts, w: ExpertWeights, y: Tensor) -> Routes:
     """The routes of normalised tokens y (N, D). They are never saved: backward computes them again."""
-    fp32 = cfg.fp32 or w.correction is not None
+    fp32 = spec.fp32 or w.correction is not None
     logits = product_in_fp32(y, w.router.weight) if fp32 else linear(y, w.router)
-    logits = logits if cfg.score_scale == 1.0 else logits * cfg.score_scale
-    plain, experts = ops.route_fwd(logits, rule(cfg), w.correction)
+    logits = logits if spec.score_scale == 1.0 else logits * spec.score_scale
+    plain, experts = ops.route_fwd(logits, rule(spec), w.correction)
     weights = plain if w.expert_scale is None else plain * w.expert_scale.float()[experts.long()]
     return Routes(logits, weights, experts, ops.sort_pairs(experts, logits.shape[1]), plain)
 
 
 def backward(
     p: Pass,
-    w: Weights,
-    g: Weights,
+    spec: Experts,
+    w: ExpertWeights,
+    g: ExpertWeights,
     x: Tensor,
     dy: Tensor,
-    dx: Tensor | None = None,
+    dx: Tensor | None,
+    onto: Tensor,
     passed: Passed | None = None,
-    onto: Tensor | None = None,
 ) -> Tensor:
-    """The gradient of x (N, D), in `dx` if given; adds to g, given dy (N, D). Recomputes what is not in p.saved.
+    """onto + the gradient of x (N, D), in `dx` if given; adds to g, given dy (N, D). Recomputes what is not in p.saved.
 
-    Of a slice before the last, `passed` is filled, and the result is the sum of gradients so far.
+    A saved gate_up or fc is overwritten by its gradient. Of a slice before the last, `passed` is filled, and the result
+    is the sum of gradients so far.
     """
-    cfg, rows, saved = p.experts, p.rows, p.saved
+    saved = p.saved
     y, stats = norm(x, w.norm, p.layer.eps)
     read, read_stats = _read(p, w, x, y)
-    found = route(cfg, w, read) if w.ends else _routes(cfg, w, read, passed)
+    routes = route(spec, w, read) if w.ends else _routes(spec, w, read, passed)
     whole, whole_g = w, g
-    w, g = w.own(experts_in_fp8(p.cfg, p.layer, len(x))), g._replace(part=w.part).own()
-    order, k = _within(found.order, w.part), rule(cfg).k
+    w, g = w.of_part(experts_in_fp8(p.cfg, p.layer, len(x))), g._replace(part=w.part).of_part()
+    order, k = _within(routes.order, w.part), rule(spec).k
     z = y if w.latent_in is None else linear(y, w.latent_in)
-    gate_up = saved[up_name(cfg)] if up_name(cfg) in saved else _up(w, z, order, k)
-    d_sum = _latent_out_backward(p, w, g, found, gate_up, dy)
+    gate_up = saved[up_name(spec)] if up_name(spec) in saved else _up(w, z, order, k)
+    d_sum = _latent_out_backward(p, spec, w, g, routes, gate_up, dy)
     if w.post is not None:
-        total = _sum(w, _activation(p.experts, gate_up), found.weights, order, k, None)
-        d_sum = branch_backward(cfg.factor, p.layer.eps, dy, total, w.router, w.post, g.post, total)
+        total = _sum(w, _activation(spec, gate_up), routes.weights, order, k, None)
+        d_sum = branch_backward(spec.factor, p.layer.eps, dy, total, w.router, w.post, g.post, total)
+        del total
     d_act, d_down = _down_backward(w, order, k, d_sum)
-    d_gate_up, act, d_weights = _activation_backward(cfg, d_act, gate_up, found._replace(order=order))
-    del gate_up, d_act  # workspace._block_workspace
+    d_gate_up, act, d_weights = _activation_backward(spec, d_act, gate_up, routes._replace(order=order))
+    del gate_up, d_act
     if isinstance(g.down, Tensor) and trained(g.down):
         ops.grouped_add_(g.down, act, d_sum, order, 0, k)
     if d_down is not None:
         _adapter_gradients_(w.down_adapters, g.down_adapters, act, d_down, d_sum, order, k_dy=k)
-    del act  # workspace._block_workspace
+    del act
     if w.up_bias is not None and g.up_bias is not None and trained(g.up_bias):
         ones = d_gate_up.new_ones((len(d_gate_up), 1))
         ops.grouped_add_(g.up_bias[:, None], ones, d_gate_up, order)
-    del d_sum  # workspace._block_workspace
+    del d_sum
     d_rows = _up_backward(w, g, order, k, z, d_gate_up)
-    del z, d_gate_up  # workspace._block_workspace
+    del z, d_gate_up
     d_norm = ops.combine(d_rows, order, k, None, None, *_sums(w, order, passed, None))
-    del d_rows  # workspace._block_workspace
-    d_weights = _of_all(w, found, d_weights, passed)
+    del d_rows
+    d_weights = _of_all(w, routes, d_weights, passed)
     if not w.ends:
         return d_norm
-    _down_bias_gradients_(whole, whole_g, found, d_weights, dy)
+    _down_bias_gradients_(whole, whole_g, routes, d_weights, dy)
     if w.latent_in is not None and g.latent_in is not None:
         d_in = upstream(d_norm, w.latent_in, g.latent_in)
         add_gradients_(g.latent_in, w.latent_in, y, d_in)
         d_norm = linear_backward(d_in, w.latent_in)
-        del d_in  # workspace._block_workspace
-    if w.expert_scale is not None and g.expert_scale is not None and found.plain is not None:
-        chosen = found.experts.long()
-        if trained(g.expert_scale):
-            by_expert = torch.zeros_like(found.logits, dtype=d_weights.dtype).scatter_(
-                1, chosen, d_weights * found.plain
-            )
-            g.expert_scale.add_(by_expert.sum(0))
-        d_weights = d_weights * w.expert_scale.float()[chosen]
-    balance = None if rows.load is None else rows.load.balance()
-    d_logits = ops.route_bwd(d_weights, found.logits, found.experts, rule(cfg), balance).to(y.dtype)
-    d_logits = d_logits if cfg.score_scale == 1.0 else d_logits * cfg.score_scale
-    add_gradients_(g.router, w.router, read, d_logits)
+        del d_in
+    d_logits = _router_backward(p, spec, w, g, routes, d_weights, read)
     if w.router_norm is None:
         d_norm.addmm_(d_logits, w.router.weight.T)
     if w.shared is not None and g.shared is not None:
-        shared.backward(p, w.shared, g.shared, y, dy, d_norm)
-    del y  # workspace._block_workspace
-    dx = norm_backward(d_norm, x, w.norm, stats, g.norm, dy if onto is None else onto, dx)
+        shared.backward(p, spec, w.shared, g.shared, y, dy, d_norm)
+    del y
+    dx = norm_backward(d_norm, x, w.norm, stats, g.norm, onto, dx)
     if w.router_norm is not None:
         dx = norm_backward(torch.mm(d_logits, w.router.weight.T), x, w.router_norm, read_stats, g.router_norm, dx, dx)
     return dx
 
 
-def _latent_out_backward(p: Pass, w: Weights, g: Weights, found: Routes, gate_up: Tensor, dy: Tensor) -> Tensor:
+def _router_backward(
+    p: Pass, spec: Experts, w: ExpertWeights, g: ExpertWeights, routes: Routes, d_weights: Tensor, read: Tensor
+) -> Tensor:
+    """The gradient of the logits, as the router's product gives them, (N, E); adds to g. read: the router's input."""
+    if w.expert_scale is not None and g.expert_scale is not None and routes.plain is not None:
+        chosen = routes.experts.long()
+        if trained(g.expert_scale):
+            d_scale = d_weights * routes.plain
+            g.expert_scale.add_(
+                torch.zeros_like(routes.logits, dtype=d_scale.dtype).scatter_(1, chosen, d_scale).sum(0)
+            )
+        d_weights = d_weights * w.expert_scale.float()[chosen]
+    balance = None if p.rows.load is None else p.rows.load.balance()
+    d_logits = ops.route_bwd(d_weights, routes.logits, routes.experts, rule(spec), balance).to(read.dtype)
+    d_logits = d_logits if spec.score_scale == 1.0 else d_logits * spec.score_scale
+    add_gradients_(g.router, w.router, read, d_logits)
+    return d_logits
+
+
+def _latent_out_backward(
+    p: Pass, spec: Experts, w: ExpertWeights, g: ExpertWeights, routes: Routes, gate_up: Tensor, dy: Tensor
+) -> Tensor:
     """The gradient of each token's weighted sum: dy, or with latents (N, L)."""
     if w.latent_out is None or g.latent_out is None:
         return dy
     d_out = upstream(dy, w.latent_out, g.latent_out)
     total = p.saved.get("latent_sum")
     if total is None:
-        total = _sum(w, _activation(p.experts, gate_up), found.weights, found.order, rule(p.experts).k)
+        total = _sum(w, _activation(spec, gate_up), routes.weights, routes.order, rule(spec).k)
     add_gradients_(g.latent_out, w.latent_out, total, d_out)
     return linear_backward(d_out, w.latent_out)
 
 
-def _down_backward(w: Weights, order: ops.Order, k: int, dy: Tensor) -> tuple[Tensor, Tensor | None]:
+def _down_backward(w: ExpertWeights, order: ops.Order, k: int, dy: Tensor) -> tuple[Tensor, Tensor | None]:
     """(gradient of the activation (P, I), before the weights; with adapters of `down` that of x A^T (P, R))."""
     d_act = grouped_mm(dy, w.down, order, k, back=True, fp8=w.fp8)
     if w.down_adapters is None:
@@ -308,7 +358,7 @@ def _down_backward(w: Weights, order: ops.Order, k: int, dy: Tensor) -> tuple[Te
     return d_act, d_down
 
 
-def _up_backward(w: Weights, g: Weights, order: ops.Order, k: int, z: Tensor, d_gate_up: Tensor) -> Tensor:
+def _up_backward(w: ExpertWeights, g: ExpertWeights, order: ops.Order, k: int, z: Tensor, d_gate_up: Tensor) -> Tensor:
     """The gradient of what experts read, by sorted row (P, D) or (P, L); adds to g."""
     if isinstance(g.up, Tensor) and trained(g.up):
         ops.grouped_add_(g.up, z, d_gate_up, order, k)
@@ -329,19 +379,19 @@ def _adapter_gradients_(
         ops.grouped_add_(g.b, w.down(x, order, k).mul_(w.scale), dy, order, 0, k_dy)
 
 
-def _of_all(w: Weights, found: Routes, d_weights: Tensor, passed: Passed | None) -> Tensor:
+def _of_all(w: ExpertWeights, routes: Routes, d_weights: Tensor, passed: Passed | None) -> Tensor:
     """The gradients of weights (N, k) of this slice's experts, merged with those of the slices before."""
     if w.part is None or passed is None:
         return d_weights
-    mine = (found.experts >= w.part.first) & (found.experts < w.part.last)
+    mine = (routes.experts >= w.part.first) & (routes.experts < w.part.last)
     return torch.where(mine, d_weights, d_weights if w.begins else passed["d_weights"], out=passed["d_weights"])
 
 
-def _down_bias_gradients_(w: Weights, g: Weights, found: Routes, d_weights_: Tensor, dy: Tensor) -> None:
+def _down_bias_gradients_(w: ExpertWeights, g: ExpertWeights, routes: Routes, d_weights_: Tensor, dy: Tensor) -> None:
     """Adds the gradient of the bias of `down` to g, and the bias's part of the weights' gradient to d_weights_."""
     if w.down_bias is not None:
-        chosen = found.experts.long()
+        chosen = routes.experts.long()
         d_weights_ += torch.mm(dy, w.down_bias.T).float().gather(1, chosen)
         if g.down_bias is not None and trained(g.down_bias):
-            by_expert = torch.zeros_like(found.logits).scatter_(1, chosen, found.weights.to(dy.dtype))
+            by_expert = torch.zeros_like(routes.logits).scatter_(1, chosen, routes.weights.to(dy.dtype))
             add_matmul_(g.down_bias, by_expert, dy)

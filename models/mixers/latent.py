@@ -19,12 +19,13 @@ from trireme.models.families.latent import Latent
 from trireme.models.layers import Attention
 from trireme.models.linear import Linear, Upstream, add_gradients_, linear, linear_backward, upstream
 from trireme.models.norm import Norm, norm, norm_backward
+from trireme.models.reader import Reader
 from trireme.models.rows import Pass, rotate_
 
 EPS = 1e-6  # of the latents' norms, whatever config.json says of the others
 
 
-class Weights(NamedTuple):
+class LatentWeights(NamedTuple):
     """Weights that make heads from latents, or their gradients."""
 
     kv_norm: Norm  # (R,)
@@ -33,7 +34,7 @@ class Weights(NamedTuple):
     q_b: Linear | None = None  # (Q, H d)
 
 
-class Gradients(NamedTuple):
+class LatentGradients(NamedTuple):
     """Buffers for the gradients of heads, which attention's backward fills."""
 
     q: Tensor  # (N, H, d)
@@ -42,73 +43,84 @@ class Gradients(NamedTuple):
     kv: Tensor  # (N, H, n + e)
 
 
-def rotate_made_(p: Pass, qkv_: Tensor, inverse: bool = False) -> None:
+def weights(read: Reader, spec: Latent) -> LatentWeights:
+    names = read.layer.mixer_names
+    before = read.norm(names.k_norm)
+    assert before is not None
+    if not spec.q_rank:
+        return LatentWeights(before, read.linear(names.kv_b))
+    return LatentWeights(before, read.linear(names.kv_b), read.norm(names.q_norm), read.linear(names.q_b))
+
+
+def rotate_made_(p: Pass, spec: Attention, qkv_: Tensor, inverse: bool = False) -> None:
     """Rotates the parts of qkv (N, Q + R + d - n) that are saved rotated: s, and queries that have no latent."""
-    own = p.attention
-    first, _, shared = _split(own, qkv_)
-    rotate_(shared[:, None], p.turn and p.turn.key, p.rows, inverse)
-    if not _own(own).q_rank:
-        _rotate_queries_(p, first.unflatten(1, (own.heads, -1)), inverse)
+    first, _, shared = _split(spec, qkv_)
+    rotation = p.rows.rotation(spec)
+    rotate_(shared[:, None], rotation and rotation.key, p.rows, inverse)
+    if not latent_of(spec).q_rank:
+        _rotate_queries_(p, spec, first.unflatten(1, (spec.heads, -1)), inverse)
 
 
-def heads(p: Pass, w: Weights, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def heads(p: Pass, spec: Attention, w: LatentWeights, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(q (N, H, d), k (N, H, d), v (N, H, e)), rotated, from a qkv that rotate_made_ has rotated."""
-    own = p.attention
-    first, latent, shared = _split(own, qkv)
-    n = _own(own).nope
+    first, latent, shared = _split(spec, qkv)
+    n = latent_of(spec).nope
     q = first
     if w.q_b is not None:
         q = linear(norm(first, w.q_norm, EPS)[0], w.q_b)
-    q = q.unflatten(1, (own.heads, -1))
+    q = q.unflatten(1, (spec.heads, -1))
     if w.q_b is not None:
-        _rotate_queries_(p, q)
-    kv = linear(norm(latent, w.kv_norm, EPS)[0], w.kv_b).unflatten(1, (own.heads, -1))
+        _rotate_queries_(p, spec, q)
+    kv = linear(norm(latent, w.kv_norm, EPS)[0], w.kv_b).unflatten(1, (spec.heads, -1))
     k = q.new_empty(q.shape)
     k[..., :n] = kv[..., :n]
     k[..., n:] = shared[:, None]
     return q, k, kv[..., n:]
 
 
-def gradients(of: Attention, dqkv: Tensor) -> Gradients:
-    """Allocates Gradients. Where queries have no latent, theirs is a view of dqkv."""
-    N, H, d, own = len(dqkv), of.heads, of.dim, _own(of)
-    q = dqkv.new_empty((N, H, d)) if own.q_rank else _split(of, dqkv)[0].unflatten(1, (H, d))
-    kv = dqkv.new_empty((N, H, own.nope + own.value))
-    return Gradients(q, dqkv.new_empty((N, H, d)), kv[..., own.nope :], kv)
+def gradients(spec: Attention, dqkv: Tensor) -> LatentGradients:
+    """Allocates LatentGradients. Where queries have no latent, theirs is a view of dqkv."""
+    N, H, d, latent = len(dqkv), spec.heads, spec.dim, latent_of(spec)
+    q = dqkv.new_empty((N, H, d)) if latent.q_rank else _split(spec, dqkv)[0].unflatten(1, (H, d))
+    kv = dqkv.new_empty((N, H, latent.nope + latent.value))
+    return LatentGradients(q, dqkv.new_empty((N, H, d)), kv[..., latent.nope :], kv)
 
 
-def backward(p: Pass, w: Weights, g: Weights, qkv: Tensor, d: Gradients, dqkv: Tensor) -> None:
+def backward(
+    p: Pass, spec: Attention, w: LatentWeights, g: LatentWeights, qkv: Tensor, d: LatentGradients, dqkv: Tensor
+) -> None:
     """Fills dqkv, the gradient of qkv before rotate_made_, given those of heads, d; adds to g."""
-    first, latent, _ = _split(p.attention, qkv)
-    d_first, d_latent, d_shared = _split(p.attention, dqkv)
-    n = _own(p.attention).nope
+    first, latent, _ = _split(spec, qkv)
+    d_first, d_latent, d_shared = _split(spec, dqkv)
+    n = latent_of(spec).nope
     d_q, d_k, _, d_kv = d
     d_kv[..., :n] = d_k[..., :n]
     torch.sum(d_k[..., n:], 1, out=d_shared)
-    del d_k, d  # workspace._latent_moments: the caller holds none
+    del d_k, d
     _latent_backward(latent, w.kv_norm, g.kv_norm, w.kv_b, g.kv_b, d_kv.flatten(1), d_latent)
     if w.q_b is not None and g.q_b is not None:
-        _rotate_queries_(p, d_q, inverse=True)
+        _rotate_queries_(p, spec, d_q, inverse=True)
         _latent_backward(first, w.q_norm, g.q_norm, w.q_b, g.q_b, d_q.flatten(1), d_first)
-    rotate_made_(p, dqkv, inverse=True)
+    rotate_made_(p, spec, dqkv, inverse=True)
 
 
-def _own(of: Attention) -> Latent:
-    assert of.latent is not None
-    return of.latent
+def latent_of(spec: Attention) -> Latent:
+    assert spec.latent is not None
+    return spec.latent
 
 
-def _split(of: Attention, qkv: Tensor) -> list[Tensor]:
+def _split(spec: Attention, qkv: Tensor) -> list[Tensor]:
     """Views of qkv: queries or their latent (N, Q), the latent of keys and values (N, R), s (N, d - n)."""
-    own = _own(of)
-    return list(qkv.split((own.q_rank or of.q_width, own.kv_rank, own.rope), 1))
+    latent = latent_of(spec)
+    return list(qkv.split((latent.q_rank or spec.q_width, latent.kv_rank, latent.rope), 1))
 
 
-def _rotate_queries_(p: Pass, q_: Tensor, inverse: bool = False) -> None:
+def _rotate_queries_(p: Pass, spec: Attention, q_: Tensor, inverse: bool = False) -> None:
     """Rotates q_ (N, H, d) behind its first n features, which are scaled where queries are scaled by position."""
-    n, turn = _own(p.attention).nope, p.turn
-    rotate_(q_[..., n:], turn and turn.query, p.rows, inverse)
-    rotate_(q_[..., :n], turn and turn.rest, p.rows, inverse)
+    n, rotation = latent_of(spec).nope, p.rows.rotation(spec)
+    if rotation:
+        rotate_(q_[..., n:], rotation.query, p.rows, inverse)
+        rotate_(q_[..., :n], rotation.rest, p.rows, inverse)
 
 
 def _latent_backward(
@@ -118,5 +130,5 @@ def _latent_backward(
     y, stats = norm(x, before, EPS)
     d: Upstream = upstream(dy, w, g)
     add_gradients_(g, w, y, d)
-    del y  # workspace._latent_moments
+    del y
     norm_backward(linear_backward(d, w), x, before, stats, g_before, out=dx)

@@ -1,0 +1,147 @@
+"""The MLP sub-layer of a block: explicit forward and backward over named saved tensors.
+
+    out = x + (act(gate) * up) @ down, (gate, up) = norm(x) @ gate_up         if Mlp.gated
+    out = x + act(norm(x) @ fc) @ down                                        otherwise
+
+gate is multiplied by Mlp.gate_scale. branch.py describes a norm behind `down` and a factor. Saved are x (by the
+caller), gate_up (N, 2F) or fc (N, F) without its bias, and where a norm follows `down` its input mlp_branch (N, D).
+Legend: N tokens, D width, F hidden width.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from trireme.kernels import ops
+from trireme.models.branch import add_branch, branch_backward, copies
+from trireme.models.layers import Mlp
+from trireme.models.linear import (
+    Gradient,
+    Linear,
+    Operand,
+    Upstream,
+    add_gradients_,
+    columns_alone,
+    linear,
+    linear_backward,
+    or_scratch,
+    trained,
+    upstream,
+)
+from trireme.models.norm import Norm, norm_backward, norm_for
+from trireme.models.reader import Reader
+from trireme.models.rows import Pass
+from trireme.models.sizes.groups import up_name
+
+
+class MlpWeights(NamedTuple):
+    """Weights of the sub-layer, or their gradients: empty where a tensor is frozen."""
+
+    norm: Norm | None
+    up: Linear  # (D, 2F), gate first, or (D, F)
+    down: Linear  # (F, D)
+    post: Norm | None = None
+    gelu_bias: Tensor | None = None  # (F,): bias of fc, added by the activation's kernel
+
+
+def weights(read: Reader, spec: Mlp) -> MlpWeights:
+    names = read.layer.mlp_names
+    first, second = read.linear(*names.up), read.linear(names.down)
+    norm, post = read.norm(names.norm), read.norm(names.post_mlp or names.post)
+    if spec.first_bias or not spec.bias:
+        return MlpWeights(norm, first, second, post)
+    return MlpWeights(norm, first._replace(bias=None), second, post, gelu_bias=first.bias)
+
+
+def forward(p: Pass, spec: Mlp, w: MlpWeights, x: Tensor, out: Tensor, onto: Tensor) -> None:
+    """Fills out (N, D) with onto + the branch of x, and every tensor of p.saved; the others are temporaries.
+
+    `out` may be x or `onto`.
+    """
+    copy = out if onto is x and copies(w.norm, w.post, w.down) else None
+    y, _ = norm_for(w.up, x, w.norm, p.layer.eps, copy)
+    up = _project(spec, w, y, p.saved.get(up_name(spec)), x.dtype)
+    del y
+    act = _activation(spec, up, w)
+    del up
+    add_branch(spec.factor, p.layer.eps, onto, act, w.down, w.norm, w.post, out, p.saved.get("mlp_branch"))
+
+
+def backward(
+    p: Pass,
+    spec: Mlp,
+    w: MlpWeights,
+    g: MlpWeights,
+    x: Tensor,
+    dy: Tensor,
+    dx: Tensor | None,
+    onto: Tensor,
+) -> Tensor:
+    """onto + the gradient of x (N, D), in `dx` if given; adds to g, given dy (N, D). Recomputes what is not in p.saved.
+
+    A saved gate_up or fc is overwritten by its gradient.
+    """
+    saved = p.saved
+    again = up_name(spec) not in saved
+    y, stats = norm_for(w.up, x, w.norm, p.layer.eps, forward=again, backward=trained(g.up.weight))
+    up = _project(spec, w, y, None, x.dtype) if again else saved[up_name(spec)]
+    y = columns_alone(y)
+    d_down = upstream(_branch_backward(p, spec, w, g, dy, up), w.down, g.down)
+    dup, act = _activation_backward(spec, linear_backward(d_down, w.down), up, w, g)
+    del up
+    add_gradients_(g.down, w.down, act, d_down)
+    del act, d_down
+    d_up = upstream(dup, w.up, g.up)
+    del dup
+    add_gradients_(g.up, w.up, y, d_up)
+    del y
+    d_norm = linear_backward(d_up, w.up)
+    del d_up
+    return norm_backward(d_norm, x, w.norm, stats, g.norm, onto, dx)
+
+
+def _act(spec: Mlp) -> ops.Act:
+    return ops.Act(spec.act, spec.gated, 0.0)
+
+
+def _project(spec: Mlp, w: MlpWeights, y: Operand, out: Tensor | None, dtype: torch.dtype) -> Tensor:
+    up = linear(y, w.up, out, dtype)
+    _scale_gate_(spec, up)
+    return up
+
+
+def _scale_gate_(spec: Mlp, up_: Tensor) -> None:
+    if spec.gate_scale != 1.0:
+        up_[:, : spec.width].mul_(spec.gate_scale)
+
+
+def _branch_backward(p: Pass, spec: Mlp, w: MlpWeights, g: MlpWeights, dy: Tensor, up: Tensor) -> Tensor:
+    matmul = p.saved.get("mlp_branch")
+    again = w.post is not None and matmul is None
+    act: Operand = _activation(spec, up, w) if again else up  # unread unless recomputing
+    return branch_backward(spec.factor, p.layer.eps, dy, act, w.down, w.post, g.post, matmul)
+
+
+def _activation(spec: Mlp, up: Tensor, w: MlpWeights) -> Operand:
+    if spec.gated and w.down.takes_codes:
+        act = ops.act_fwd(up, _act(spec), most_=(most := ops.new_maxima(up)))
+        return ops.quantize(act, most=most)
+    return ops.act_fwd(up, _act(spec), w.gelu_bias)
+
+
+def _activation_backward(
+    spec: Mlp, d_act: Tensor, up: Tensor, w: MlpWeights, g: MlpWeights
+) -> tuple[Upstream, Operand]:
+    """(gradient of the first layer's result, the activation that `down` reads), in the memory of `up` and d_act."""
+    plain = w.up.bias is None and spec.gate_scale == 1.0
+    if spec.gated and w.down.takes_codes and w.up.takes_codes and plain:
+        columns = trained(g.up.weight) or trained(g.down.weight)
+        codes, act = ops.act_codes_bwd(d_act, up, _act(spec), columns)
+        return Gradient(codes, d_act.dtype), act
+    dbias = None if w.gelu_bias is None or g.gelu_bias is None else or_scratch(g.gelu_bias, w.gelu_bias)
+    ops.act_bwd_(d_act, up, _act(spec), w.gelu_bias, dbias)
+    _scale_gate_(spec, up)
+    return up, d_act

@@ -1,0 +1,193 @@
+"""Names and shapes of the weights within a layer, in groups of neighbours in memory. No torch. Legend: shapes.py."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from math import prod
+
+from trireme.models.families.experts import Experts
+from trireme.models.families.scans import Scan
+from trireme.models.layers import Attention, Layer, Mlp
+
+Group = list[tuple[str, tuple[int, ...]]]  # neighbours in memory: a fused operand
+GATE_UP, DOWN = "gate_up_proj", "down_proj"  # of all experts of a layer
+
+
+@lru_cache
+def matmuls(layer: Layer) -> dict[tuple[str, ...], tuple[int, tuple[int, ...]]]:
+    """The linear layers: names of the matrices of a matmul -> (input features, output features of each matrix).
+
+    Without routers and the matrices of experts, of which a matmul has many.
+    """
+    D, names, found = layer.width, layer.mixer_names, dict[tuple[str, ...], tuple[int, tuple[int, ...]]]()
+    for mixer in layer.mixers:
+        if isinstance(mixer, Scan):
+            found[names.mixed] = D, _mixed_features(mixer, len(names.mixed))
+            found[(names.mixed_o,)] = mixer.value_width, (D,)
+            continue
+        if latent := mixer.latent:
+            found[names.qkv] = D, (latent.q_rank or mixer.q_width, latent.kv_rank + latent.rope)
+            found[(names.kv_b,)] = latent.kv_rank, (mixer.heads * (latent.nope + latent.value),)
+            if names.q_b:
+                found[(names.q_b,)] = latent.q_rank, (mixer.q_width,)
+        else:
+            heads = mixer.q_width * (1 + mixer.gate), mixer.kv_width, mixer.kv_width
+            found[names.qkv] = D, (mixer.qkv_width,) if len(names.qkv) == 1 else heads[: len(names.qkv)]
+        found[(names.o,)] = mixer.out_width, (D,)
+    up, down = layer.mlp_names.up, (layer.mlp_names.down,)
+    for mlp in layer.mlps:
+        if width := mlp.width if isinstance(mlp, Mlp) else mlp.shared:
+            matrices = 1 + mlp.gated
+            found[up] = D, (matrices * width,) if len(up) == 1 else (width,) * matrices
+            found[down] = width, (D,)
+        if isinstance(mlp, Experts) and mlp.latent:
+            found[(layer.mlp_names.latent_in,)] = D, (mlp.latent,)
+            found[(layer.mlp_names.latent_out,)] = mlp.latent, (D,)
+    return found
+
+
+def _mixed_features(own: Scan, matrices: int) -> tuple[int, ...]:
+    """Output features of each of so many projections of a recurrence."""
+    heads, keys, wide = own.heads, own.key_width, own.value_width
+    return {
+        1: (own.mixed_width,),
+        2: (own.channels + wide, 2 * heads),
+        4: (own.channels, wide, heads, heads),
+        6: (keys, keys, wide, wide, heads, heads),
+    }[matrices]
+
+
+def parts_of(layer: Layer) -> list[list[Group]]:
+    """The groups of a layer by part: its mixers, its MLPs."""
+    mixers = [_scan(layer, own) if isinstance(own, Scan) else _attention(layer, own) for own in layer.mixers]
+    mlps = [_experts(layer, own) if isinstance(own, Experts) else _mlp(layer, own) for own in layer.mlps]
+    return [[group for groups in part for group in groups] for part in (mixers, mlps) if part]
+
+
+def norms(layer: Layer, *names: str) -> list[Group]:
+    """Groups of norms over the width; the name "" stands for none."""
+    parts = ("weight", "bias") if layer.norm == "layer" else ("weight",)
+    return [[(f"{name}.{part}", (layer.width,))] for name in names if name for part in parts]
+
+
+def _matrix(layer: Layer, *names: str) -> Group:
+    """The matrices of a matmul."""
+    inside, outside = matmuls(layer)[names]
+    return [
+        (f"{name}.weight", (inside, n) if layer.in_out else (n, inside)) for name, n in zip(names, outside, strict=True)
+    ]
+
+
+def _bias(layer: Layer, *names: str) -> Group:
+    _, outside = matmuls(layer)[names]
+    return [(f"{name}.bias", (n,)) for name, n in zip(names, outside, strict=True)]
+
+
+def _vector(name: str, n: int) -> Group:
+    return [(name, (n,))]
+
+
+def _attention(layer: Layer, own: Attention) -> list[Group]:
+    names = layer.mixer_names
+    groups = [_matrix(layer, *names.qkv), _matrix(layer, names.o), *norms(layer, names.norm, names.post)]
+    if own.latent:
+        if names.q_b:
+            groups += [_matrix(layer, names.q_b), _vector(f"{names.q_norm}.weight", own.latent.q_rank)]
+        groups += [_matrix(layer, names.kv_b), _vector(f"{names.k_norm}.weight", own.latent.kv_rank)]
+    if own.norm:
+        widths = (own.q_width, own.kv_width) if own.norm == "width" else (own.dim, own.dim)
+        groups += [_vector(f"{n}.weight", d) for n, d in zip((names.q_norm, names.k_norm), widths, strict=True)]
+    if names.sinks:
+        groups.append(_vector(names.sinks, own.heads))
+    if own.bias:
+        groups.append(_bias(layer, *names.qkv))
+    if own.o_bias:
+        groups.append(_bias(layer, names.o))
+    return groups
+
+
+def _scan(layer: Layer, own: Scan) -> list[Group]:
+    """Those of a recurrence, without the norm before it where another mixer has it."""
+    names, first = layer.mixer_names, layer.mixers[0] is own
+    groups: list[Group] = [
+        _matrix(layer, *names.mixed),
+        _matrix(layer, names.mixed_o),
+        [(f"{names.conv}.weight", (own.channels, own.taps))],
+        *norms(layer, names.norm if first else ""),
+        _vector(names.decay, own.heads),
+        _vector(names.step, own.heads),
+    ]
+    if own.normed:
+        groups.append(_vector(f"{names.mixed_norm}.weight", own.value_dim if own.delta else own.value_width))
+    if own.conv_bias:
+        groups.append(_vector(f"{names.conv}.bias", own.channels))
+    if names.skip:
+        groups.append(_vector(names.skip, own.heads))
+    return groups
+
+
+def _mlp(layer: Layer, own: Mlp) -> list[Group]:
+    names = layer.mlp_names
+    groups = [
+        _matrix(layer, *names.up),
+        _matrix(layer, names.down),
+        *norms(layer, names.norm, names.post_mlp, names.post),
+    ]
+    if names.scalar:
+        groups.append(_vector(names.scalar, 1))
+    if own.bias:
+        groups += [_bias(layer, *names.up), _bias(layer, names.down)]
+    return groups
+
+
+def _experts(layer: Layer, own: Experts) -> list[Group]:
+    names, D = layer.mlp_names, layer.width
+    groups: list[Group] = [
+        *norms(layer, names.post_experts),
+        [(f"{names.experts}.{GATE_UP}", (own.count, *expert_shape(layer, GATE_UP)))],
+        [(f"{names.experts}.{DOWN}", (own.count, *expert_shape(layer, DOWN)))],
+        [(f"{names.router}.weight", (own.count, D))],
+    ]
+    if names.router_scale:
+        groups += [_vector(names.router_scale, D), _vector(names.expert_scale, own.count)]
+    if own.bias:  # flat: vectors have no weight decay
+        groups.append(_vector(f"{names.experts}.{GATE_UP}_bias", own.count * 2 * own.width))
+        groups.append(_vector(f"{names.experts}.{DOWN}_bias", own.count * D))
+        groups.append(_vector(f"{names.router}.bias", own.count))
+    if names.correction:
+        groups.append(_vector(names.correction, own.count))
+    if own.shared:
+        groups += [_matrix(layer, *names.up), _matrix(layer, names.down)]
+    if own.shared_gate:
+        groups.append([(f"{names.shared_gate}.weight", (1, D))])
+    if own.latent:
+        groups += [_matrix(layer, names.latent_in), _matrix(layer, names.latent_out)]
+    return groups + norms(layer, names.norm_experts or names.norm)
+
+
+def expert_shape(layer: Layer, matrix: str) -> tuple[int, int]:
+    """The shape of one expert's GATE_UP or DOWN in memory."""
+    assert layer.experts is not None
+    inner = expert_input(layer)
+    rows, columns = (up_width(layer.experts), inner) if matrix == GATE_UP else (inner, layer.experts.width)
+    return (columns, rows) if layer.mlp_names.experts_in_out else (rows, columns)
+
+
+def expert_input(layer: Layer) -> int:
+    """Features of the inputs and outputs of experts: the model's width, or that of latents."""
+    return layer.experts.latent or layer.width if layer.experts else layer.width
+
+
+def of_an_expert(layer: Layer) -> int:
+    """Elements of one expert's matrices."""
+    return sum(prod(expert_shape(layer, matrix)) for matrix in (GATE_UP, DOWN))
+
+
+def up_name(own: Mlp | Experts) -> str:
+    """The name of the result of an MLP's first matmul."""
+    return "gate_up" if own.gated else "fc"
+
+
+def up_width(own: Mlp | Experts) -> int:
+    """Features of an MLP's first matmul, or of an expert's."""
+    return 2 * own.width if own.gated else own.width

@@ -1,0 +1,158 @@
+"""Counts what code over tensors of torch's "meta" device takes: bytes alive, FLOPs, launches, bytes that they move."""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from trireme.kernels.observers import observing
+from trireme.kernels.ops import Docs, Order
+from trireme.models.families.scans import Scan
+from trireme.models.sizes.costs import attended_pairs, recurrence_flops
+
+TORCH_PRODUCTS = {"mm": 0, "addmm": 1, "addmm_": 1}  # number of the argument that is the first matrix
+NO_LAUNCH = ("empty", "new_empty", "detach", "_to_copy")  # begins of names; a copy of the same dtype is a view
+WITHOUT_META = ("_scaled_mm",)  # products that torch does not have for "meta"; they fill `out`
+ROUNDED = 512  # bytes to which the allocator rounds
+THIN = 128  # features of a product below which memory limits it: its bytes count
+TILE = 128  # rows of a tile of grouped products, which belongs to one expert: on average half of its last is empty
+
+Flops = tuple[str, float]  # (what multiplies, FLOPs)
+
+
+class Taken(NamedTuple):
+    """Of a pass."""
+
+    peak: int  # bytes of temporaries, at the moment when there are most
+    flops: dict[str, float]  # by what multiplies
+    padded: float  # FLOPs of grouped products with empty rows
+    launches: int
+    moved: int  # bytes that launches read and write which multiply nothing
+
+
+def _attention(kind: str, at: int, window: int, share: tuple[int, int]) -> Callable[..., Flops]:
+    """Of ops whose arguments from `at` on are q, k and v; share: multiplications with a query, and with its result."""
+
+    def flops(args: Sequence[Any]) -> Flops:
+        q, v = args[at], args[at + 2]
+        docs = next(a for a in args if isinstance(a, Docs))
+        pairs = attended_pairs(docs.lengths, args[window] if len(args) > window else 0)
+        return kind, 2.0 * pairs * q.shape[1] * (share[0] * q.shape[2] + share[1] * v.shape[2])
+
+    return flops
+
+
+def _scan(args: Sequence[Any], at: int) -> float:
+    """Forward FLOPs of an op whose arguments from `at` on are those of scan_fwd."""
+    q, v, delta = args[at], args[at + 2], args[at + 6]
+    return recurrence_flops(Scan(q.shape[1], v.shape[1], q.shape[2], v.shape[2], 0, delta), len(q))
+
+
+def _grouped(kind: str, order: Order, w: Tensor) -> Flops:
+    return kind, 2.0 * len(order.pair) * w.shape[1] * w.shape[2]
+
+
+# Ops whose kernels multiply matrices -> their FLOPs, given their arguments. Gradients of attention are of scores,
+# queries, keys and values; those of recurrences five products for two.
+PRODUCTS: dict[str, Callable[[Sequence[Any]], Flops]] = {
+    "attention_fwd": _attention("attention", 0, 5, (1, 1)),
+    "attention_bwd": _attention("attention backward", 1, 11, (3, 2)),
+    "scan_fwd": lambda a: ("scan", _scan(a, 0)),
+    "scan_bwd": lambda a: ("scan backward", 2.5 * _scan(a, 1)),
+    "conv_fwd": lambda a: ("scan", 2.0 * len(a[0]) * a[1].numel()),
+    "conv_bwd": lambda a: ("scan backward", 5.0 * len(a[1]) * a[2].numel()),
+    "grouped_mm": lambda a: _grouped("grouped fp8" if len(a) > 6 and a[6] else "grouped", a[2], a[1]),
+    "grouped_add_": lambda a: _grouped("grouped gradients", a[3], a[0]),
+    "fp8_matmul": lambda a: ("fp8", 2.0 * a[0].numel() * len(a[2])),
+    "fp8_add_": lambda a: ("fp8", 2.0 * a[1].numel() * len(a[3])),
+}
+
+
+class Watch(TorchDispatchMode):
+    """Counts storages while they live, products and launches."""
+
+    def __init__(self, experts: int = 0) -> None:
+        """experts: of a layer, whose rows they share evenly."""
+        super().__init__()
+        self.experts = experts
+        self.alive = self.peak = self.launches = self.moved = 0
+        self.flops, self.padded = defaultdict[str, float](float), 0.0
+        self.ops: list[bool] = []  # of those that run: whether they multiply
+        self.known = set[int]()  # storages
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = func._schema.name.removeprefix("aten::")
+        result = kwargs["out"] if name in WITHOUT_META and "out" in kwargs else func(*args, **kwargs)
+        thick, first = False, TORCH_PRODUCTS.get(name)
+        if first is not None and not any(self.ops):
+            a, b = args[first : first + 2]
+            self.flops["gemm"] += 2.0 * a.numel() * b.shape[1]
+            thick = min(*a.shape, b.shape[1]) >= THIN
+        if not func.is_view and not name.startswith(NO_LAUNCH):
+            self._count((*args, *kwargs.values()), thick)
+        for t in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(t, Tensor):
+                self._hold(t.untyped_storage())
+        return result
+
+    def begin(self, op: str, args: tuple[Any, ...], options: dict[str, Any]) -> None:
+        """As kernels.observers.Observer."""
+        if (product := PRODUCTS.get(op)) and not any(self.ops):
+            assert not options, f"arguments of {op} are read by their places"
+            kind, flops = product(args)
+            for order in (a for a in args if isinstance(a, Order)):  # of all experts, or of some
+                count = len(order.starts) - 1
+                self.padded += flops / len(order.pair) * count * TILE / 2
+                flops *= count / self.experts
+            self.flops[kind] += flops
+        self.ops.append(product is not None)
+
+    def end(self) -> None:
+        self.ops.pop()
+
+    def launch(self, kernel: str, args: tuple[Any, ...]) -> None:  # noqa: ARG002
+        self._count(args, False)
+
+    def _count(self, args: tuple[Any, ...], multiplies: bool) -> None:
+        self.launches += 1
+        if not multiplies and not any(self.ops):
+            self.moved += sum(t.numel() * t.itemsize for t in args if isinstance(t, Tensor))
+
+    def _hold(self, storage: Any) -> None:
+        key = storage._cdata
+        if key in self.known:
+            return
+        nbytes = -(-storage.nbytes() // ROUNDED) * ROUNDED
+        self.known.add(key)
+        self.alive += nbytes
+        self.peak = max(self.peak, self.alive)
+        weakref.finalize(storage, self._forget, key, nbytes)
+
+    def _forget(self, key: int, nbytes: int) -> None:
+        self.known.discard(key)
+        self.alive -= nbytes
+
+    @contextmanager
+    def watching(self, *held: Any) -> Iterator[None]:
+        """Counts all that happens. `held`: what the caller holds, trees of tensors that are not counted."""
+        self.known |= {t.untyped_storage()._cdata for t in _tensors(held)}
+        with observing(self), self:
+            yield
+
+    @property
+    def taken(self) -> Taken:
+        return Taken(self.peak, dict(self.flops), self.padded, self.launches, self.moved)
+
+
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    if isinstance(tree, Tensor):
+        yield tree
+    for part in tree.values() if isinstance(tree, dict) else tree if isinstance(tree, (tuple, list)) else ():
+        yield from _tensors(part)

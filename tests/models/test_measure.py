@@ -1,0 +1,150 @@
+"""What passes take, measured without memory: FLOPs against parameters, sums over tensors, bytes of temporaries."""
+
+import json
+from dataclasses import replace
+from itertools import chain, combinations
+from math import prod
+
+import pytest
+from tiny import CASES
+from transformers import AutoConfig
+
+from trireme.engine.planner.sizes import find_model
+from trireme.models.config import Lora, ModelConfig, Teaching, parse_config, with_experts
+from trireme.models.families.packing import FP8
+from trireme.models.head import LOSS_CHUNK
+from trireme.models.sizes import costs, measure, narrow, shapes
+
+SMALL = dict(vocab_size=50, hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=4)
+LLAMA = parse_config(SMALL | dict(model_type="llama", num_key_value_heads=2, head_dim=32))
+MIXTURE = parse_config(SMALL | dict(
+    model_type="qwen3_moe", num_key_value_heads=2, head_dim=32, num_experts=8, num_experts_per_tok=3,
+    moe_intermediate_size=48,
+))  # fmt: skip
+FALCON_H1 = parse_config(SMALL | dict(
+    model_type="falcon_h1", num_key_value_heads=2, head_dim=24, mamba_d_ssm=80, mamba_n_heads=4, mamba_d_state=16,
+))  # fmt: skip
+KINDS = {  # a case of tiny.CASES with each mixer and MLP
+    *("gpt2", "llama", "gpt_neox", "glm4", "gemma2", "qwen3 moe", "gpt oss", "glm4 moe", "deepseek v3", "qwen3.5"),
+    *("qwen3 next", "olmo hybrid", "nemotron 3", "gemma4", "gemma4, experts"),
+}
+TOKENS, PAIRS = 512, 40000
+
+
+def config(case: str) -> ModelConfig:
+    model_type, keys = CASES[case]
+    raw = json.loads(AutoConfig.for_model(model_type, **keys).to_json_string(use_diff=False))
+    return parse_config(raw | {"model_type": model_type})
+
+
+CASE = pytest.mark.parametrize(
+    "case", [case if case in KINDS else pytest.param(case, marks=pytest.mark.full) for case in CASES]
+)
+
+
+@CASE
+def test_flops_are_those_of_the_parameters(case):
+    """Two a token and element of a matrix in forward, twice that in backward; of experts those of a token."""
+    cfg = config(case)
+    for u in {shapes.kind(cfg, u): u for u in range(1, cfg.n_units - 1)}.values():
+        layer = shapes.unit(cfg, u)
+        conv, spec = f"{layer.mixer_names.conv}.weight", layer.experts
+        share = lambda shape, spec=spec: spec.chosen / spec.count if spec and len(shape) > 2 else 1.0
+        matrices = sum(
+            prod(shape) * share(shape)
+            for group in shapes.weight_groups(cfg, u) for name, shape in group
+            if len(shape) > 1 and not (layer.scan and name.endswith(conv))
+        )  # fmt: skip
+        forward, backward = measure.work(cfg, u, TOKENS, PAIRS, kept=frozenset(shapes.saved_of(cfg, layer, 1)))
+        linear = lambda work: sum(
+            n for kind, n in work.flops.items() if kind in ("gemm", "grouped", "grouped gradients")
+        )
+        assert linear(forward) == pytest.approx(2 * TOKENS * matrices, rel=1e-6)
+        assert linear(backward) >= 2 * linear(forward) * (1 - 1e-6)  # routers, latents are computed again
+        mixed = forward.flops.get("attention", 0) + forward.flops.get("scan", 0)
+        assert mixed == pytest.approx(costs.mixer_flops(layer, TOKENS, PAIRS))
+
+
+@CASE
+def test_bytes_are_a_line_in_tokens_and_less_where_more_is_saved(case):
+    cfg = config(case)
+    for u in {shapes.kind(cfg, u): u for u in range(1, cfg.n_units - 1)}.values():
+        measured = max(taken.peak for taken in measure._inner(cfg, u, 3072, "BF16", "F32", frozenset()))
+        assert 0 <= measure.temporaries(cfg, u, 3072, 2, 4) - measured <= 2 * measure.SLACK
+        every = frozenset(shapes.saved_of(cfg, shapes.unit(cfg, u), 1))
+        nothing, all_ = (measure.work(cfg, u, TOKENS, PAIRS, kept=kept)[1] for kept in (frozenset(), every))
+        assert sum(all_.flops.values()) < sum(nothing.flops.values())
+        assert all_.moved < nothing.moved
+
+
+@pytest.mark.parametrize("cfg", [LLAMA, MIXTURE, FALCON_H1, replace(LLAMA, fp8=True)])
+def test_what_is_computed_again_is_a_sum_over_tensors(cfg):
+    """So the planner may ask for every subset."""
+    names, flops = shapes.saved_shapes(cfg, 1), lambda work: sum(work.flops.values())
+    least = flops(measure.work(cfg, 1, TOKENS, PAIRS, kept=frozenset(names))[1])
+    for kept in map(frozenset, chain.from_iterable(combinations(names, k) for k in (0, 1, 2))):
+        again = flops(measure.work(cfg, 1, TOKENS, PAIRS, kept=kept)[1]) - least
+        assert flops(measure.rebuilt(cfg, 1, TOKENS, PAIRS, kept)) == pytest.approx(again, rel=1e-6, abs=1)
+
+
+def test_attention_is_by_pairs():
+    cfg, pairs = find_model("llama-8b"), costs.attended_pairs([100])
+    attention = 4 * pairs * 32 * 128
+    assert measure.forward_flops(cfg, 1, 100, pairs) - measure.forward_flops(cfg, 1, 100, 0) == pytest.approx(attention)
+    forward = sum(measure.forward_flops(cfg, u, 1000, pairs) for u in range(cfg.n_units))
+    assert 3 * forward == pytest.approx(costs.model_flops(cfg, 1000, pairs))
+
+
+def test_halves_take_what_a_block_takes():
+    for cfg in (LLAMA, MIXTURE):
+        cut, kept = replace(cfg, halves=True), frozenset(shapes.saved_shapes(cfg, 1))
+        for i in (0, 1):
+            whole, *halves = (
+                measure.work(c, u, TOKENS, PAIRS, kept=kept)[i] for c, u in ((cfg, 1), (cut, 1), (cut, 2))
+            )
+            assert sum(whole.flops.values()) == pytest.approx(sum(sum(half.flops.values()) for half in halves))
+
+
+@pytest.mark.usefixtures("few_rows_in_fp8")
+@pytest.mark.parametrize("fp8", [False, True])
+def test_slices_take_what_all_experts_take(fp8):
+    cfg = replace(MIXTURE, halves=True, frozen=("*",), lora=Lora(4, 8.0, ("experts",)), fp8=fp8)
+    flops = lambda cfg: [sum(work.flops.values()) for work in measure.work(cfg, 2, TOKENS, 0)]
+    assert flops(replace(cfg, slices=4)) == pytest.approx(flops(cfg), rel=0.05)  # the last routes again
+
+
+def test_experts_that_are_decoded_some_at_a_time_take_less():
+    raw = SMALL | dict(
+        model_type="qwen3_moe", num_experts=8, num_experts_per_tok=3, moe_intermediate_size=480,
+        quantization_config=dict(quant_method="fp8", weight_block_size=[16, 16]),
+    )  # fmt: skip
+    cfg = replace(parse_config(raw), lora=Lora(2, 4.0, ("q_proj",)), frozen=("*",), halves=True)
+    assert cfg.packing == replace(FP8, block=(16, 16), shaped=cfg.packing.shaped)
+    some, more = (measure.temporaries(replace(cfg, at_once=n), 2, TOKENS, 2) for n in (2, 8))
+    assert 960 * 64 * 2 < more - some <= 6 * 960 * 64 * 2
+    assert measure.forward_flops(replace(cfg, at_once=2), 2, TOKENS, 0) == measure.forward_flops(cfg, 2, TOKENS, 0)
+    assert narrow.slice_bytes(replace(cfg, at_once=2), 2, 2) == 2 * 960 * 64 * 2
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_loss_in_several_chunks_sums_in_fp32(tied):
+    cfg = parse_config(SMALL | dict(model_type="llama", vocab_size=40000, tie_word_embeddings=tied))
+    head, matrix = cfg.n_units - 1, 40000 * 64
+    one, many = (measure.temporaries(cfg, head, n, 2, 2) for n in (LOSS_CHUNK + 2 * 64, LOSS_CHUNK + 2 * 64 + 1))
+    logits = 2 * 40000
+    assert one == pytest.approx(logits * (LOSS_CHUNK + 2 * 64), rel=0.05)
+    assert many == pytest.approx(logits * LOSS_CHUNK + 4 * matrix, rel=0.05)
+    taught = measure.temporaries(replace(cfg, teaching=Teaching(8, 0.5, 1.0)), head, LOSS_CHUNK, 2, 2)
+    assert taught >= logits * LOSS_CHUNK
+
+
+def test_heads_without_a_kernel_are_counted():
+    """A CPU computes them; only where a GPU is planned for are they refused."""
+    for dim in (6, 512):
+        cfg = parse_config(SMALL | dict(model_type="llama", head_dim=dim))
+        assert measure.temporaries(cfg, 1, TOKENS, 4) > 4 * TOKENS * 4 * dim
+
+
+def test_other_experts_are_other_units():
+    wide = with_experts(MIXTURE, width=96)
+    assert measure.forward_flops(wide, 1, TOKENS, 0) > measure.forward_flops(MIXTURE, 1, TOKENS, 0)
