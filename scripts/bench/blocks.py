@@ -40,7 +40,6 @@ from trireme.models.sizes import narrow, shapes
 from trireme.storage.layout import pack
 
 
-
 def llama_shape(width: int, layers: int, heads: int, ffn: int) -> ModelConfig:
     return uniform("llama", 32000, width, layers, heads, heads, width // heads, ffn, 1 << 17, 1e-5, False,
                    rope=Rope(1e4))  # fmt: skip
