@@ -29,7 +29,7 @@ import jinja2
 import numpy as np
 import tokenizers
 
-from trireme.storage.files import StoreError, replace_synced
+from trireme.storage.files import StoreError, sync_folder
 from trireme.storage.temporary import Temporary
 
 VERSION = 2  # of what rows become: raise it when equal rows get other tokens or masks
@@ -175,12 +175,13 @@ class Writer:
         columns = zip(_TABLES, (offsets, self._trained, self._weights, self._values), strict=True)
         tables = {name: np.array(column, _TABLES[name]) for name, column in columns}
         meta = meta | {"key": self._key, "dtype": self._dtype.str, "max_id": self.max_id, "crc32": self._crc}
-        with (self._scratch.path / "npz").open("w+b") as file:
+        with (self._scratch.path / "npz").open("wb") as file:
             np.savez(file, **{**tables, "meta": np.frombuffer(json.dumps(meta).encode(), np.uint8)})  # type: ignore[arg-type]
-            file.seek(0)
-            named = file.read()
-        (self._scratch.path / "tokens").rename(self._folder / f"{self._key}.tokens")
-        replace_synced(self._folder / f"{self._key}.npz", named)
+            file.flush()
+            os.fsync(file.fileno())
+        for kind in ("tokens", "npz"):  # the same bytes, if another process makes them meanwhile
+            (self._scratch.path / kind).rename(self._folder / f"{self._key}.{kind}")
+        sync_folder(self._folder)
         made = opened(self._folder, self._key)
         if made is None:
             raise OSError(errno.EIO, "what was written cannot be read back", str(self._folder / f"{self._key}.tokens"))

@@ -33,7 +33,7 @@ class Key(NamedTuple):
 
     step: int
     hosts: int
-    content: str  # checksum: the cut, the data
+    content: str  # checksum of what a resumed run keeps
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,9 @@ class HostSnapshot:
     def key(self) -> Key:
         step, extra = self.snapshot.step, self.snapshot.extra
         try:
-            plan = extra["cut"]["plan"]
-            content = [{**extra["cut"], "plan": {**plan, "host": 0}}, extra["data"]]
-            return Key(step, plan.get("hosts", 1), checksum([json.dumps(content, sort_keys=True).encode()]))
+            fixed, plan = extra["fixed"], extra["fixed"]["plan"]
+            content = json.dumps({**fixed, "plan": {**plan, "host": 0}}, sort_keys=True)
+            return Key(step, plan["hosts"], checksum([content.encode()]))
         except (KeyError, TypeError):
             return Key(step, 1, "")  # another version's; whoever resumes it says so
 
@@ -58,7 +58,7 @@ class HostSnapshot:
     def number(self) -> int:
         """The host whose state the snapshot says it is."""
         try:
-            return int(self.snapshot.extra["cut"]["plan"]["host"])
+            return int(self.snapshot.extra["fixed"]["plan"]["host"])
         except (KeyError, TypeError):
             return 0
 

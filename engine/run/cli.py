@@ -21,7 +21,7 @@ import sys
 import textwrap
 import warnings
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import Field, replace
 from importlib import metadata
 from pathlib import Path
@@ -73,21 +73,23 @@ def main(argv: Sequence[str]) -> int:
     signals = nullcontext() if list(argv[:1]) == ["sample"] else stop_signals(_interrupt, _leave)
     out, at = "", Place()
     try:
-        with signals:
+        with signals, ExitStack() as stack:
             _check_folder()
             os.environ.update(ENVIRONMENT | os.environ)
             warnings.showwarning = lambda message, *_, **__: screen.warn(str(message))
-            with joined(at := place(), _timed_out):
-                name, options = parse(argv)
-                if name and at.hosts > 1:
-                    raise InputError(f"trireme {name} runs on one host. Start it without torchrun.")
-                if isinstance(options, Options):
-                    options = folder.named(options)
-                    out = options.out
-                    _take_gpus(options, at)
-                module = importlib.import_module(MODULES[name])
-                screen.clock().spent["imports"] += screen.clock().whole
-                return int(module.run(options) or 0)
+            stack.enter_context(joined(at := place(), lambda why: _timed_out(why, folder.resumable(out))))
+            if at.host:  # host 0 speaks for all
+                stack.enter_context(screen.to(stack.enter_context(Path(os.devnull).open("w"))))
+            name, options = parse(argv)
+            if name and at.hosts > 1:
+                raise InputError(f"trireme {name} runs on one host. Start it without torchrun.")
+            if isinstance(options, Options):
+                options = folder.named(options)
+                out = options.out
+                _take_gpus(options, at)
+            module = importlib.import_module(MODULES[name])
+            screen.clock().spent["imports"] += screen.clock().whole
+            return int(module.run(options) or 0)
     except BaseException as error:
         message, code = explained(error)
         if code in (3, 4, LEFT) and (run := folder.resumable(out)):
@@ -124,11 +126,12 @@ def explained(error: BaseException) -> tuple[str, int]:
     raise error
 
 
-def _timed_out(why: str) -> None:
-    """Ends this process: another host is lost while this one waits for it."""
+def _timed_out(why: str, run: str) -> None:
+    """Ends this process: another host is lost while this one waits for it. `run`: the folder that --resume takes."""
     from trireme.engine.queues.watchdog import leave  # late: torch takes seconds
 
-    leave(lambda: screen.urgent(f"error: {why.rstrip('.')}. To continue, on all hosts: --resume OUT"))
+    way = f"To continue, on all hosts: --resume {quoted(run)}" if run else "There is no snapshot yet"
+    leave(lambda: screen.urgent(f"error: {why.rstrip('.')}. {way}"))
 
 
 def _take_gpus(options: Options, at: Place) -> None:

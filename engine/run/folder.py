@@ -167,10 +167,14 @@ class Folder:
             discard(self.run / "best.old", *note.files, aside=self.out / "best.left")
         self.note(State(self.state.id, started=True, ended=True, kept=keep_state))
         if not keep_state:
+            if not here().host:
+                here().meet()  # other hosts' folders are in that of host 0
             if self.store:
                 with screen.working("removing the store", 0) as more:
                     self.store.remove(more)
             self.remove()
+            if here().host:
+                here().meet()
 
     def remove(self) -> None:
         """Removes OUT/.run."""
@@ -284,7 +288,8 @@ def reopened(options: Options) -> Iterator[Folder]:
             if path.is_symlink():
                 raise InputError(f"{path} is a link, and a run would write where it leads. Remove it.")
         folder.stores = stores(options)
-        folder.state = record.read(run / STATE, State) or _state_again(folder)
+        state = record.read(run / STATE, State) or (State("") if made else _state_again(folder))
+        folder.state = replace(state, id=here().texts(state.id)[0])
         if folder.state.ended and not folder.state.kept:
             folders.remove_finished(folder.stores, folder.state.id)  # whose removal had begun
             folders.discard([d for d in folder.stores if folders.run_of(d) == folder.state.id])
@@ -321,11 +326,18 @@ def run_folder(out: Path) -> Path:
     return out / RUN / f"host-{here().host}" if here().host else out / RUN
 
 
-def stores(options: Options) -> list[Path]:
-    """The folders of this host's store."""
-    if not options.store:
-        return [run_folder(Path(options.out)) / "store"]
-    return [Path(each) / f"host-{here().host}" if here().host else Path(each) for each in options.store]
+def stores(options: Options, host: int | None = None) -> list[Path]:
+    """The folders of a host's store; None: of this host."""
+    number = here().host if host is None else host
+    part = f"host-{number}" if number else "."
+    return [Path(each) / part for each in options.store] or [Path(options.out) / RUN / part / "store"]
+
+
+def stores_by_host(options: Options) -> dict[int, list[Path]]:
+    """The folders of the stores of all hosts that can be reached from here."""
+    roots = (Path(options.out) / RUN, *map(Path, options.store))
+    numbers = {int(path.name[5:]) for root in roots for path in root.glob("host-*") if path.name[5:].isdecimal()}
+    return {host: stores(options, host) for host in sorted({0, *numbers})}
 
 
 def latest(runs: Path) -> Path:

@@ -21,6 +21,7 @@ from trireme.engine.data.dataset import Dataset, MicroBatch, parse_val
 from trireme.engine.data.find import find
 from trireme.engine.data.taught import is_scores, read_names, taught_by
 from trireme.engine.hosts.group import here
+from trireme.engine.hosts.host_snapshots import RunSnapshot
 from trireme.engine.optimizer import StepStats, learning_rate
 from trireme.engine.plan import DoesNotFit
 from trireme.engine.planner.advice import Row, elsewhere
@@ -98,7 +99,7 @@ def train(options: Options, more: Sequence[Tracker] = ()) -> Path:
         return out
     with folder.reopened(options) if options.resume else folder.new(options) as place:
         with screen.clock().at("headers"):
-            begun = snapshot_of(place, options.keep) if options.resume else None
+            begun, common = snapshot_of(place, options) if options.resume else (None, None)
         if options.dry_run:
             prepared(options, begun)
             return out
@@ -110,7 +111,7 @@ def train(options: Options, more: Sequence[Tracker] = ()) -> Path:
             place.write_config(job.options)
             job = with_teacher(job, place, begun)
             screen.forgive()
-            Run(job, place, begun, [*more, *own], lines).go()
+            Run(job, place, begun, [*more, *own], lines, common).go()
     if options.push and not here().host:
         upload(out, options.push)
     return out
@@ -231,9 +232,17 @@ def upload(out: Path, name: str) -> None:
 class Run:
     """The loop over the steps of a run."""
 
-    def __init__(self, job: Job, place: Folder, begun: Snapshot | None, more: Sequence[Tracker], lines: Sequence[str]):
-        """`more`: trackers. `lines`: the report, for report.html."""
-        self.training, self.place, self.lines = Training(job, place, begun), place, lines
+    def __init__(
+        self,
+        job: Job,
+        place: Folder,
+        begun: Snapshot | None,
+        more: Sequence[Tracker],
+        lines: Sequence[str],
+        common: RunSnapshot | None = None,
+    ):
+        """`more`: trackers. `lines`: the report, for report.html. `common`: as of Training."""
+        self.training, self.place, self.lines = Training(job, place, begun, common), place, lines
         self.done = self.training.progress
         self.log = Log(job.out, job.total_steps, job.work.evaluations, self.done.log, more)
         self.stop = Stop(job.total_steps, lambda: self.training.last_snapshot, here().hosts == 1)
@@ -291,6 +300,8 @@ class Run:
                 training.load_snapshot(stopped)
         if asked:
             raise KeyboardInterrupt
+        if training.common:
+            training.save_share(self.log.sync)
         if self.job.data.teacher:
             training.fixed = replace(training.fixed, teacher=self.job.data.teacher.key)
         if training.begun:

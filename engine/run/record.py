@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import types
-from dataclasses import asdict, dataclass, field, is_dataclass
+from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -108,6 +109,19 @@ class Fixed:
     base: dict[str, str] = field(default_factory=dict)  # checksums of frozen weights, by unit
     reference: str = ""  # key of the reference's numbers
     teacher: str = ""  # key of the teacher's scores
+
+    def on(self, host: int, hosts: int) -> Fixed:
+        """The same for another number of hosts. Raises InputError if they would update elsewhere."""
+        plan = self.plan
+        if hosts > 1 and any("gpu" in (unit.state, unit.update) for unit in plan.distinct.values()):
+            raise InputError(
+                f"the run updates state on the GPU, {hosts} hosts would on the CPU: continue with one host"
+            )
+        most = min(plan.hosts * plan.n_micro, math.ceil(self.batch_size / self.rows))
+        plan = replace(plan, hosts=1, host=0, n_micro=math.ceil(most / hosts))
+        if hosts > 1:
+            plan = replace(plan, mode="forward", gradients="host", hosts=hosts, host=host)
+        return replace(self, plan=plan)
 
     @property
     def kept(self) -> dict[str, Any]:

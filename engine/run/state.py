@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -18,14 +18,16 @@ from trireme.engine.build import Engine, InRam, build, shares
 from trireme.engine.exchange import LARGEST_F16, Exchange, Kept
 from trireme.engine.hosts.gather import masters
 from trireme.engine.hosts.group import here
+from trireme.engine.hosts.host_snapshots import HostSnapshot, RunSnapshot, last_common, load_share, readable
 from trireme.engine.planner.host import computed_by, hold_to
 from trireme.engine.planner.machine import drive_speeds, note_pinned
 from trireme.engine.queues.real import RealQueues
 from trireme.engine.queues.watchdog import leave, patience, watched
 from trireme.engine.run import config_file, record, screen
 from trireme.engine.run.after import hub
-from trireme.engine.run.folder import Folder
+from trireme.engine.run.folder import KNOWN, Folder, discard, stores_by_host
 from trireme.engine.run.job import Job
+from trireme.engine.run.options import Options
 from trireme.engine.run.record import Fixed, Progress, Snapshot, State
 from trireme.engine.tuning.adapters import WEIGHTS, save_adapter
 from trireme.engine.tuning.base import CheckpointBase, check_unchanged, stamps
@@ -47,8 +49,34 @@ from trireme.storage.untrusted import checksum, quoted
 Stopped = Callable[[], bool]
 
 
-def snapshot_of(folder: Folder, keep: int) -> Snapshot | None:
-    """Opens the store of a resumed run; the last snapshot, None before the first. Raises StoreError, InputError."""
+def snapshot_of(folder: Folder, options: Options) -> tuple[Snapshot | None, RunSnapshot | None]:
+    """Opens the store of a resumed run at the last snapshot that all hosts have; None before the first. Also that of
+    all hosts, if the run had another number of them. Raises StoreError, InputError.
+    """
+    _open_store(folder, options.keep)
+    group, run = here(), folder.state.id
+    every = [HostSnapshot(group.host, folder.stores, each) for each in folder.store.snapshots] if folder.store else []
+    for host, dirs in stores_by_host(options).items():
+        every += readable(host, dirs, run) if host != group.host else []
+    common = last_common(group, every, folder.state.started, folder.out)
+    own = common.by_host.get(group.host) if common else None
+    if folder.store and own is None:  # of a moment that not all had
+        folder.store.remove()
+        folder.store = None
+    if common is None:
+        screen.say("no snapshot yet: starts from the beginning")
+        return None, None
+    if folder.store and own:
+        folder.store.go_back(own.snapshot.sequence)
+    source = (own or common.by_host[0]).snapshot.extra
+    snapshot = record.of(Snapshot, source, f"--resume {folder.out}: its snapshot")
+    if common.key.hosts == group.hosts:
+        return snapshot, None
+    progress = snapshot.progress if own else replace(snapshot.progress, written=0)
+    return replace(snapshot, progress=progress, fixed=snapshot.fixed.on(group.host, group.hosts)), common
+
+
+def _open_store(folder: Folder, keep: int) -> None:
     lost = next((path for path in folder.stores if not (path / folders.IDENTITY).exists()), None)
     if lost is not None:
         if folder.state.started:
@@ -56,21 +84,17 @@ def snapshot_of(folder: Folder, keep: int) -> Snapshot | None:
                 f"--resume {folder.out}: its store is not in {lost}. Is its drive mounted? If it has moved: --store DIR; "
                 f"if it is lost, the run cannot go on: remove {quoted(folder.out)} and start again."
             )
-        screen.say("no snapshot yet: starts from the beginning")
-        return None
-    try:
+        return
+    with suppress(NoSnapshot):
         folder.store = Store.open(folder.stores, keep, say=screen.warn, run=folder.state.id)
-    except NoSnapshot:
-        screen.say("no snapshot yet: starts from the beginning")
-        return None
-    return record.of(Snapshot, folder.store.snapshots[-1].extra, f"--resume {folder.out}: its snapshot")
 
 
 class Training:
     """A job with its engine."""
 
-    def __init__(self, job: Job, folder: Folder, begun: Snapshot | None):
-        self.job, self.folder, self.begun = job, folder, begun
+    def __init__(self, job: Job, folder: Folder, begun: Snapshot | None, common: RunSnapshot | None = None):
+        """`common`: the snapshot of another number of hosts."""
+        self.job, self.folder, self.begun, self.common = job, folder, begun, common
         self.progress = replace(begun.progress) if begun else Progress()
         if job.options.eval_tokens or not begun:  # else evaluations stay comparable
             self.progress.eval_rows = job.eval_rows
@@ -153,7 +177,7 @@ class Training:
                     job.source.make(more, screen.warn)
             e = self._engine = self._built()
             e.claim_scratch(self.store.devices)
-            if self.begun is None:
+            if self.begun is None or self.common:
                 self._claim(e)
 
     def load_checkpoint(self, stopped: Stopped = lambda: False) -> None:
@@ -171,10 +195,13 @@ class Training:
         """Fills the engine with the last snapshot, and what is frozen from the checkpoint."""
         placement = self.engine.placement
         with screen.clock().at("load"), self.watched("loading"):
-            if self.sums:  # the model before training is there, which was needed once more
+            if self.sums and not self.common:  # the model before training is there, which was needed once more
                 self.store.restore()
             with _loading("loading", placement.nbytes(), stopped) as more:
-                self._load_snapshot(self.engine, more)
+                if self.common:
+                    load_share(placement, self.common, more)
+                else:
+                    self._load_snapshot(self.engine, more)
             if placement.frozen_bytes:
                 exchange = Exchange(self.job.cfg, self.job.source, placement)
                 with _loading("loading what is frozen", placement.frozen_bytes, stopped) as more:
@@ -292,14 +319,23 @@ class Training:
         if failed:
             raise failed
 
-    def _commit(self, log: Callable[[], int]) -> None:
+    def save_share(self, log: Callable[[], int]) -> None:
+        """Makes the first snapshot of another number of hosts. Then what hosts have left that are no more is removed."""
+        self._commit(log, keep=1)
+        gone = {} if here().host else {h: d for h, d in stores_by_host(self.job.options).items() if h >= here().hosts}
+        for host, dirs in gone.items():
+            with self.watched("removing what other hosts left"):
+                folders.discard([path for path in dirs if folders.run_of(path) == self.folder.state.id])
+                discard(self.folder.run / f"host-{host}", *KNOWN, aside=self.job.out / "run.left")
+
+    def _commit(self, log: Callable[[], int], keep: int | None = None) -> None:
         with screen.clock().at("snapshots"), self.watched("snapshot"):
             with screen.working("saving", self.engine.placement.nbytes(everything=False)) as more:
                 save_to_store(self.engine.placement, more)
                 self.progress.log, done = log(), self.progress
                 now = replace(done, written=self.written)
                 said = Snapshot(now, self.fixed, config_file.saved(self.job.options), computed_by(self.job.device))
-                self.store.commit(done.step, asdict(said), here().meet, progress=more)
+                self.store.commit(done.step, asdict(said), here().meet, keep, more)
             self.folder.note(State(self.folder.state.id, started=True))
             self.folder.drop_best(done.best_step)
 

@@ -215,7 +215,7 @@ class Hears(group.Alone):
 
 
 def snapshot(host: int, step: int, hosts: int) -> HostSnapshot:
-    extra = {"cut": {"plan": {"hosts": hosts, "host": host}}, "data": "x"}
+    extra = {"fixed": {"plan": {"hosts": hosts, "host": host}, "data": "x"}}
     return HostSnapshot(host, [], Snapshot(1, step, extra, {}, {}))
 
 
@@ -244,7 +244,7 @@ def test_hosts_go_on_with_the_last_snapshot_that_all_can_read(tmp_path, here, th
 
 
 def test_a_snapshot_of_another_version_is_one_of_its_own():
-    assert HostSnapshot(0, [], Snapshot(1, 4, {"cut": 1}, {}, {})).key == Key(4, 1, "")
+    assert HostSnapshot(0, [], Snapshot(1, 4, {"fixed": 1}, {}, {})).key == Key(4, 1, "")
 
 
 def test_hosts_plan_with_the_least_memory_of_their_equal_gpus(monkeypatch):
