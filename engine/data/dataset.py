@@ -340,11 +340,7 @@ def parse_val(val: str | None) -> tuple[float, list[DataFile]]:
 
 
 def _lay_out(
-    given: Sequence[DataFile],
-    files: tuple[TokenFile, ...],
-    rows: np.ndarray,
-    codec: Codec | None,
-    options: DataOptions,
+    given: Sequence[DataFile], files: tuple[TokenFile, ...], rows: np.ndarray, codec: Codec | None, options: DataOptions
 ) -> Dataset:
     """Cuts and packs `rows`, which are (n, documents of a row) DOCUMENT. Raises InputError."""
     if not rows["trained"].any():

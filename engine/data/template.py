@@ -269,11 +269,7 @@ class Template:
             random.seed(repr(taken))  # equal each time; the template has this process to itself
         try:
             return template.render(
-                messages=taken,
-                tools=tools,
-                documents=None,
-                add_generation_prompt=prompt,
-                **self._variables,
+                messages=taken, tools=tools, documents=None, add_generation_prompt=prompt, **self._variables
             )
         except jinja2.exceptions.TemplateError as error:
             raise BadRow(f"the chat template refuses it: {_one_line(error)}") from None

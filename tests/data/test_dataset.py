@@ -202,9 +202,7 @@ def test_pairs_have_room_for_two_documents(load):
         load(PAIRS, kind="pairs", long="split")
 
 
-@given(
-    rows=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3), st.booleans()), min_size=2, max_size=60),
-)
+@given(rows=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3), st.booleans()), min_size=2, max_size=60))
 @settings(max_examples=200, deadline=None)
 def test_a_counterpart_is_of_another_prompt(rows):
     prompts, words = (np.array([row[i] for row in rows], np.uint64) for i in (0, 1))
