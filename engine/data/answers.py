@@ -78,24 +78,24 @@ class _NoForm(BadRow):
 
 
 def read(
-    given: Fields, renames: Mapping[str, str], kind: Kind, classes: Mapping[str, int] | None = None, table: bool = False
+    raw: Fields, renames: Mapping[str, str], kind: Kind, classes: Mapping[str, int] | None = None, table: bool = False
 ) -> Read:
     """What a row of a file says. `renames`: those of --map. `classes`: number by word. `table`: as of normal. Raises
     BadRow.
     """
     try:
-        return _read(given, renames, kind, classes or {}, table)
+        return _read(raw, renames, kind, classes or {}, table)
     except _NoForm as error:
         works = lambda pairs: tried(
-            given, pairs, lambda row, names: _read(row, names, kind, classes or {}, table), renames
+            raw, pairs, lambda row, names: _read(row, names, kind, classes or {}, table), renames
         )
-        labelled = kind in ("pairs", "rewards") and any(key in given for key in LABELS)
+        labelled = kind in ("pairs", "rewards") and any(key in raw for key in LABELS)
         near = " Labelled answers are for --method kto." if labelled else ""
         raise BadRow(unknown(error.row, error.forms, works) + near) from None
 
 
-def _read(given: Fields, renames: Mapping[str, str], kind: Kind, classes: Mapping[str, int], table: bool) -> Read:
-    row = normal(given, renames, table)
+def _read(raw: Fields, renames: Mapping[str, str], kind: Kind, classes: Mapping[str, int], table: bool) -> Read:
+    row = normal(raw, renames, table)
     check_row(row)
     if row.get("label") is None and row.get(LABELS[1]) is not None:
         row = {**{key: value for key, value in row.items() if key != LABELS[1]}, "label": row[LABELS[1]]}
@@ -111,7 +111,7 @@ def _read(given: Fields, renames: Mapping[str, str], kind: Kind, classes: Mappin
         value, known = (_margin(row), [*known, "margin"]) if kind == "rewards" else (0.0, known)
         return Read(form.name, examples, unused_of(row, form, examples, known), weight, value)
     if kind == "":
-        _refuse_preferences(row, given, renames, table)
+        _refuse_preferences(row, raw, renames, table)
     form = find_form({k: v for k, v in row.items() if k != "label"} if kind else row, FORMS, mapped)
     if form is None:
         raise _NoForm(row, FORMS)
@@ -158,7 +158,7 @@ def _margin(row: Mapping[str, Any]) -> float:
     return float(value)
 
 
-def _refuse_preferences(row: Fields, given: Fields, renames: Mapping[str, str], table: bool) -> None:
+def _refuse_preferences(row: Fields, raw: Fields, renames: Mapping[str, str], table: bool) -> None:
     """Raises BadRow with a --map that trains on the good answers, if there is one."""
     before = [f"{ours}={theirs}" for theirs, ours in renames.items()]
     if not _SIDES.isdisjoint(row) and (form := find_form(row, PAIRS)):
@@ -169,7 +169,7 @@ def _refuse_preferences(row: Fields, given: Fields, renames: Mapping[str, str], 
         ways = [[f"{ours}={good}"] for ours in ("output", "completion", "messages", "text") if good != ours]
         for pairs in ([*way, *leave] for way in [*ways, []]):
             names = ",".join([*before, *pairs])
-            if tried(given, names, lambda row, names: _read(row, names, "", {}, table)):
+            if tried(raw, names, lambda row, names: _read(row, names, "", {}, table)):
                 raise BadRow(f"is preference data, good answers and bad ones: {_METHODS}. To read the good answers "
                              f"as rows: --map {names}")  # fmt: skip
         raise BadRow(f"is preference data, good answers and bad ones: {_METHODS}. To train on the good answers, write "
@@ -182,7 +182,7 @@ def _refuse_preferences(row: Fields, given: Fields, renames: Mapping[str, str], 
         key = next(
             theirs
             for theirs, ours in [*renames.items(), *((key, key) for key in LABELS)]
-            if ours in LABELS and theirs in given
+            if ours in LABELS and theirs in raw
         )
         names = ",".join([*(pair for pair in before if not pair.endswith(f"={key}")), f"unused={key}"])
         raise BadRow(f"is preference data, labelled answers: {_METHODS}. Keep the rows that {key!r} says are good, and "
@@ -297,15 +297,15 @@ def _alpaca_pair(row: Fields) -> list[Example]:
 
 
 def _openai(row: Fields) -> list[Example]:
-    given = row["input"]
-    if not isinstance(given, dict) or "messages" not in given:
+    asked = row["input"]
+    if not isinstance(asked, dict) or "messages" not in asked:
         raise BadRow("'input' is not an object with 'messages'")
-    refuse_media(given, "'input': ")
-    inner = {**{key: given[key] for key in TALK if key in given}, "messages": given["messages"]}
+    refuse_media(asked, "'input': ")
+    inner = {**{key: asked[key] for key in TALK if key in asked}, "messages": asked["messages"]}
     pair = _pair(
         inner, messages_of(inner, "messages"), part_of(row, "preferred_output"), part_of(row, "non_preferred_output")
     )
-    others = tuple(f"input.{key}" for key in unread_keys(given, ("messages", *TALK)))
+    others = tuple(f"input.{key}" for key in unread_keys(asked, ("messages", *TALK)))
     return [example._replace(unused=(*example.unused, *others)) for example in pair if isinstance(example, Chat)]
 
 

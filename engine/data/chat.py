@@ -149,9 +149,9 @@ class ChatTemplate:
                     "the chat template writes answers of tools into the assistant's turns, so the assistant's text "
                     f"cannot be located; {_TAGS}"
                 )
-            found = [self._turn(i, messages, turns, text, tools) for i, yes in enumerate(wanted) if yes]
-            spans = [span for span in found if span]
-            if len(spans) < len(found):
+            result = [self._turn(i, messages, turns, text, tools) for i, yes in enumerate(wanted) if yes]
+            spans = [span for span in result if span]
+            if len(spans) < len(result):
                 spans = self._places(messages, wanted, text, tools)
         _check_calls(messages, wanted, rendering, turns, template.tags)
         ending = self._last_end(tools)
@@ -190,13 +190,13 @@ class ChatTemplate:
         self, i: int, messages: list[Fields], turns: dict[int, list[Span]], text: str, tools: list[Fields] | None
     ) -> Span | None:
         """The characters of message i to train on; None if they are not found."""
-        found = turns.get(i, [])
-        if len(found) > 1:  # what is written within another message's turn, a call's name for instance, is that one's
+        result = turns.get(i, [])
+        if len(result) > 1:  # what is written within another message's turn, a call's name for instance, is that one's
             near = [span for j in (i - 1, i + 1) for span in turns.get(j, [])]
-            found = [span for span in found if not any(_within(span, other) for other in near)] or found
-        if len(found) != 1:
+            result = [span for span in result if not any(_within(span, other) for other in near)] or result
+        if len(result) != 1:
             return None
-        (start, stop), habits = found[0], self._of(tools)
+        (start, stop), habits = result[0], self._of(tools)
         written = text[start:stop]
         before = messages[i - 1]["role"] if i else "user"
         begun = next((opening for opening in self._opening(before, tools) if written.startswith(opening)), None)
@@ -225,8 +225,8 @@ class ChatTemplate:
             other = self.text([{**m, "content": marks[i]} if i in marks else m for i, m in enumerate(messages)], tools)
             spans, end = list[Span](), self._of(tools).end.rstrip() or self._of(tools).inner.rstrip()
             for i, mark in marks.items():
-                before, found, after = other.partition(mark)
-                if not found:
+                before, result, after = other.partition(mark)
+                if not result:
                     raise unclear
                 stop = len(before) + len(words[i]) + (len(end) if after.startswith(end) else 0)
                 spans.append((len(before), stop))
@@ -241,17 +241,17 @@ class ChatTemplate:
         return self._templates["tool_use" if tools is not None and "tool_use" in self._templates else "default"]
 
     def _of(self, tools: list[Fields] | None) -> Habits:
-        given = tools is not None
-        if given not in self._habits:
-            self._habits[given] = _habits(self._template(tools), _PROBE_TOOLS if given else None)
-        return self._habits[given]
+        key = tools is not None
+        if key not in self._habits:
+            self._habits[key] = _habits(self._template(tools), _PROBE_TOOLS if key else None)
+        return self._habits[key]
 
     def _opening(self, role: str, tools: list[Fields] | None) -> list[str]:
         """Possible openings of an answer behind a message of that role, the likeliest first."""
         key = tools is not None, role
         if key not in self._openings:
-            found = _openings(self._template(tools), role, _PROBE_TOOLS if key[0] else None)
-            self._openings[key] = found if found or role == "user" else self._opening("user", tools)
+            result = _openings(self._template(tools), role, _PROBE_TOOLS if key[0] else None)
+            self._openings[key] = result if result or role == "user" else self._opening("user", tools)
         return self._openings[key]
 
     def _stopped_by_next(self, tools: list[Fields] | None) -> bool:
@@ -272,36 +272,36 @@ class ChatTemplate:
 
     def notes(self, tools: bool) -> list[str]:
         """Notes for the user on conversations, all of which have `tools` or none."""
-        given = _PROBE_TOOLS if tools else None
-        found, template = [], self._template(given)
+        probe_tools = _PROBE_TOOLS if tools else None
+        notes, template = [], self._template(probe_tools)
         if self.date:
-            found.append(f"the chat template writes the date into conversations: {self.date} in the whole run")
-        end, left = self._end(given)
+            notes.append(f"the chat template writes the date into conversations: {self.date} in the whole run")
+        end, left = self._end(probe_tools)
         if not end and template.tags:
             what = f"leave out the end of the turn{f' ({left})' if left else ''}"
-            found.append(f"the chat template's {{% generation %}} tags {what}, so stopping is not learned")
-        elif not end and not self._last_end(given):
-            found.append("the chat template ends the assistant's last message with no mark, so stopping is not learned")
+            notes.append(f"the chat template's {{% generation %}} tags {what}, so stopping is not learned")
+        elif not end and not self._last_end(probe_tools):
+            notes.append("the chat template ends the assistant's last message with no mark, so stopping is not learned")
         elif end and self._stops and not end.startswith(self._stops):
             stops = ", ".join(self._stops[:3])
-            found.append(
+            notes.append(
                 f"the chat template ends answers with {end}, but generation stops at {stops}: add it to eos_token_id"
             )
         talk = [{"role": "system", "content": PROBE}, _ASKED, _SAID]
         with suppress(BadRow):  # system messages refused: not silent
-            if PROBE not in template.text(talk, given).replace(str(given), ""):
-                found.append("the chat template leaves system messages out of conversations that are answered")
-        return found
+            if PROBE not in template.text(talk, probe_tools).replace(str(probe_tools), ""):
+                notes.append("the chat template leaves system messages out of conversations that are answered")
+        return notes
 
     def _end(self, tools: list[Fields] | None) -> tuple[str, str]:
         """(what is trained after the words of a turn, what follows in the same line)."""
         if not self._template(tools).tags:
             return self._of(tools).end.strip().partition("\n")[0][:NAME], ""
         with suppress(BadRow):
-            found = self._template(tools).render([_ASKED, {"role": "assistant", "content": PROBE}], tools)
-            for start, stop in found.generated:
-                end = found.text[start:stop].rpartition(PROBE)[2].strip()
-                return end[:NAME], found.text[stop:].strip().partition("\n")[0][:NAME]
+            result = self._template(tools).render([_ASKED, {"role": "assistant", "content": PROBE}], tools)
+            for start, stop in result.generated:
+                end = result.text[start:stop].rpartition(PROBE)[2].strip()
+                return end[:NAME], result.text[stop:].strip().partition("\n")[0][:NAME]
         return "?", ""
 
 
@@ -358,10 +358,10 @@ def _prompts(template: Template, messages: Sequence[Fields], tools: list[Fields]
     except BadRow:
         return []
     last = max((stop for _, (_, stop) in asking.turns), default=len(asking.text))
-    found = [asking.text[last:]]
+    result = [asking.text[last:]]
     if asking.text.startswith(without) and last < len(without) < len(asking.text):
-        found.insert(0, asking.text[len(without) :])
-    return found
+        result.insert(0, asking.text[len(without) :])
+    return result
 
 
 def _habits(template: Template, tools: list[Fields] | None) -> Habits:
@@ -401,8 +401,8 @@ def _has_answers(template: Template, tools: list[Fields] | None) -> bool:
     answer = {"role": "tool", "name": PROBE, "tool_call_id": _ID, "content": "Qz9"}
     for arguments in ({PROBE: 1}, json.dumps({PROBE: 1})):
         with suppress(BadRow):
-            found = template.render([_ASKED, _call(arguments), answer, _SAID], tools)
-            return any("Qz9" in found.text[a:b] for turn, (a, b) in found.turns if turn in (1, 3))
+            result = template.render([_ASKED, _call(arguments), answer, _SAID], tools)
+            return any("Qz9" in result.text[a:b] for turn, (a, b) in result.turns if turn in (1, 3))
     return False
 
 
@@ -410,9 +410,9 @@ def _takes_parts(template: Template, tools: list[Fields] | None) -> bool:
     """Whether the template writes the texts of a list of parts, and not the list itself."""
     texts = [f"{PROBE}{i}" for i in (1, 2)]
     with suppress(BadRow):
-        found = template.text([_with_parts({**_ASKED, "content": texts}, True)], tools)
+        result = template.text([_with_parts({**_ASKED, "content": texts}, True)], tools)
         joined = (between.join(texts) for between in ("", "\n", " ", "\n\n"))
-        return any(found == template.text([{**_ASKED, "content": text}], tools) for text in joined)
+        return any(result == template.text([{**_ASKED, "content": text}], tools) for text in joined)
     return False
 
 
@@ -515,12 +515,12 @@ def _check_written(
 
 def _unread(messages: list[Fields], rendering: Rendering) -> tuple[str, ...]:
     """Keys of messages that the template does not read, as messages[].KEY."""
-    found: dict[str, None] = {}
+    result: dict[str, None] = {}
     for message, read in zip(messages, rendering.read, strict=True):
         thought = any(name in read for name in THOUGHTS)
         unread = (key for key in unread_keys(message, read) if key not in _LINKS)
-        found |= dict.fromkeys(f"messages[].{key}" for key in unread if not (thought and key in THOUGHTS))
-    return tuple(found)
+        result |= dict.fromkeys(f"messages[].{key}" for key in unread if not (thought and key in THOUGHTS))
+    return tuple(result)
 
 
 def _unwritten(message: Fields, turn: str) -> tuple[int, int, int]:

@@ -110,16 +110,16 @@ class Codec:
         """A hash of all tokens and their ids. Raises InputError."""
         return hashlib.sha256(json.dumps(sorted(self.tokens().items())).encode()).hexdigest()
 
-    def prompt(self, given: str | Chat, where: str = "the prompt") -> list[int]:
+    def prompt(self, asked: str | Chat, where: str = "the prompt") -> list[int]:
         """Tokens of a text to continue, or of messages to answer, with the opening of the answer. Raises InputError."""
         try:
-            return self._ask(_Programs.prompt, given).tolist()
+            return self._ask(_Programs.prompt, asked).tolist()
         except BadRow as error:
             raise InputError(f"{where}: {error}.") from None
 
-    def unread(self, given: Chat) -> list[str]:
+    def unread(self, asked: Chat) -> list[str]:
         """Its variables that the template does not read, as chat_template_kwargs.NAME."""
-        return self._ask(_Programs.unread, given) if given.variables else []
+        return self._ask(_Programs.unread, asked) if asked.variables else []
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """The text, with special tokens. To be shown: a failure gives its reason in brackets."""
@@ -185,18 +185,18 @@ def _result(codec: Codec, batch: Numbered, result: Future[Encoded]) -> tuple[Num
         return batch, result.result()
     except (BrokenProcessPool, MemoryError):
         codec.close()
-    found = list[Encoded]()
+    singles = list[Encoded]()
     for number, example in batch:
         try:
-            found.append(codec.submit(_Programs.encode, codec.facts, [example]).result())
+            singles.append(codec.submit(_Programs.encode, codec.facts, [example]).result())
         except (BrokenProcessPool, MemoryError):
             codec.close()
             raise RowDied(number) from None
-    ids, trained = (np.concatenate(parts) for parts in zip(*(each[:2] for each in found), strict=True))
-    faults = {i: each.faults[0] for i, each in enumerate(found) if each.faults}
-    unread = dict.fromkeys(key for each in found for key in each.unread)
-    counts = sum((each.counts for each in found), start=found[0].counts.__class__())
-    return batch, Encoded(ids, trained, [each.lengths[0] for each in found], faults, counts, tuple(unread))
+    ids, trained = (np.concatenate(parts) for parts in zip(*(one[:2] for one in singles), strict=True))
+    faults = {i: one.faults[0] for i, one in enumerate(singles) if one.faults}
+    unread = dict.fromkeys(key for one in singles for key in one.unread)
+    counts = sum((one.counts for one in singles), start=singles[0].counts.__class__())
+    return batch, Encoded(ids, trained, [one.lengths[0] for one in singles], faults, counts, tuple(unread))
 
 
 def _close(pool: ProcessPoolExecutor, held: Connection, alive: Connection) -> None:
@@ -223,10 +223,10 @@ class _Programs:
     """Tokenizer and template."""
 
     def __init__(self, folder: Path, choice: tuple[str, str] | None, date: str | None):
-        found = load_tokenizer(folder)
-        if found is None:
+        tokenizer = load_tokenizer(folder)
+        if tokenizer is None:
             raise InputError(f"{folder} has lost its tokenizer.json. Start again.")
-        self._tokenizer = t = found
+        self._tokenizer = t = tokenizer
         self._template = template = load_template(t, choice, date)
         self._looks = choice != ("plain", BUILT_IN["plain"])  # whose marks are words
         cuts = self._cut_marks(template) if template else []
@@ -267,28 +267,28 @@ class _Programs:
             raise InputError("the tokenizer or its chat template was changed while data was read. Start again.")
         return encode(examples, self._tokenizer, self._template, _begin)
 
-    def prompt(self, given: str | Chat) -> np.ndarray:
+    def prompt(self, asked: str | Chat) -> np.ndarray:
         """(n,) int32 of a text to continue, or of messages to answer. Raises BadRow."""
-        if isinstance(given, Chat) and self._template is None:
+        if isinstance(asked, Chat) and self._template is None:
             raise BadRow("messages need a chat template, and there is none. Give --chat-template plain, or a text")
-        _begin(size(given) if isinstance(given, Chat) else len(given))
-        text = self._template.prompt(given) if isinstance(given, Chat) and self._template else given
+        _begin(size(asked) if isinstance(asked, Chat) else len(asked))
+        text = self._template.prompt(asked) if isinstance(asked, Chat) and self._template else asked
         assert isinstance(text, str)
         check(text)
         (made,) = self._tokenizer.encode([text])
         if isinstance(made, BadRow):
             raise made
-        return made[0] if isinstance(given, Chat) else self._tokenizer.wrap(made[0], end=False)[0]
+        return made[0] if isinstance(asked, Chat) else self._tokenizer.wrap(made[0], end=False)[0]
 
-    def unread(self, given: Chat) -> list[str]:
-        return self._template.unread(given.variables or {}, given.tools) if self._template else []
+    def unread(self, asked: Chat) -> list[str]:
+        return self._template.unread(asked.variables or {}, asked.tools) if self._template else []
 
     def parts(self, ids: np.ndarray, stops: Sequence[int], marks: bool) -> list[str]:
         """For ascending `stops`, the text that the tokens up to each stop add. `marks`: put CUT in special tokens that
         are encoded as several tokens.
         """
-        found = self._tokenizer.cuts(ids, self._looks) if marks else []
-        cuts = {at for _, first, stop in found for at in range(first + 1, stop)}
+        marked = self._tokenizer.cuts(ids, self._looks) if marks else []
+        cuts = {at for _, first, stop in marked for at in range(first + 1, stop)}
         parts, shown, part = [], 0, ""
         for stop in sorted({*stops, *cuts}):  # from the beginning: decoders strip the first space
             text = self._tokenizer.decode(ids[:stop])[:SHOWN]

@@ -245,11 +245,11 @@ class Dataset:
 
     def _values(self, pieces: np.ndarray) -> np.ndarray:
         """What rows say as a number, classes or margins: (pieces,) float64."""
-        found = np.zeros(len(pieces))
+        result = np.zeros(len(pieces))
         for i, file in enumerate(self.files):
             mine = pieces["file"] == i
-            found[mine] = file.values_at(pieces["start"][mine])
-        return found
+            result[mine] = file.values_at(pieces["start"][mine])
+        return result
 
 
 def scored(ids: np.ndarray, lengths: np.ndarray, pad: int | None) -> np.ndarray:
@@ -277,15 +277,15 @@ def load_dataset(
     scratch = Temporary("trireme-tokens-") if options.cache is None else None
     folder = scratch.path if scratch else Path(options.cache or "")
     how = Preparation(options, codec, parse_map(options.map), folder, progress)
-    found = [Found([spool(sys.stdin.buffer, folder)], [], []) if text == "-" else find(text) for text in sources]
-    given = [file for each in found for file in each.files]
-    notes = [note for each in found for note in each.notes]
+    result = [Found([spool(sys.stdin.buffer, folder)], [], []) if text == "-" else find(text) for text in sources]
+    named = [file for each in result for file in each.files]
+    notes = [note for each in result for note in each.notes]
     share, val_given = parse_val(options.val)
-    if held := [file for each in found for file in each.held]:
+    if held := [file for each in result for file in each.held]:
         names = ", ".join(dict.fromkeys(map(str, held)))
         notes.append(f"{names}: not read, as --val is given" if options.val else f"held out, by its name: {names}")
         val_given = val_given if options.val else held
-    files = tuple(how.tokens(source) for source in given)
+    files = tuple(how.tokens(source) for source in named)
     if nowhere := set.intersection(*(set(file.meta["absent"]) for file in files)):
         raise InputError(f"--map names {', '.join(map(repr, sorted(nowhere)))}, a column that no row has. Correct it.")
     rows, held_out, apart = documents.documents_of(files, options.kind), None, ""
@@ -300,12 +300,12 @@ def load_dataset(
     elif share:
         before, text = len(rows), all(map(is_text, files))
         rows, kept = documents.hold_out(rows, share, options.seed, options.seq_len * text)
-        held_out = _lay_out([replace(source, weight=1.0) for source in given], files, kept, codec, options)
+        held_out = _lay_out([replace(source, weight=1.0) for source in named], files, kept, codec, options)
         parts = len(rows) + len(kept) != before
         apart = (
             f"{compact(int(kept['length'].sum()))} tokens, drawn from all texts," if parts else count(len(kept), "row")
         )
-    train = _lay_out(given, files, rows, codec, options)
+    train = _lay_out(named, files, rows, codec, options)
     if held_out and apart:
         notes += [f"of the rows held out: {line}" for line in held_out.report.losses()]
     notes += notes_on(files, codec, how.renames, options)
@@ -332,15 +332,15 @@ def parse_val(val: str | None) -> tuple[float, list[DataFile]]:
     try:
         share = float(val)
     except ValueError:
-        found = find(val)
-        return 0.0, found.held or found.files
+        result = find(val)
+        return 0.0, result.held or result.files
     if not 0 <= share < 1:
         raise InputError(f"--val {val}: expected a share of the rows below 1, such as 0.02, or a file.")
     return share, []
 
 
 def _lay_out(
-    given: Sequence[DataFile], files: tuple[TokenFile, ...], rows: np.ndarray, codec: Codec | None, options: DataOptions
+    named: Sequence[DataFile], files: tuple[TokenFile, ...], rows: np.ndarray, codec: Codec | None, options: DataOptions
 ) -> Dataset:
     """Cuts and packs `rows`, which are (n, documents of a row) DOCUMENT. Raises InputError."""
     if not rows["trained"].any():
@@ -351,9 +351,9 @@ def _lay_out(
             f"no row of {len(rows):,} has a trained token after masking: no text is marked as the assistant's. "
             f"The first row begins: {example_text(ids, trained, codec)}"
         )
-    weighed = documents.weigh(rows, [source.weight for source in given], options.seed)
+    weighed = documents.weigh(rows, [source.weight for source in named], options.seed)
     if unused := {*rows["file"].flat} - {*weighed["file"].flat}:
-        source = given[min(unused)]
+        source = named[min(unused)]
         raise InputError(f"{source}:{source.weight:g}: the weight leaves none of its rows. Raise it.")
     if options.scored and options.long == "split":
         raise InputError("--long split: a row has one class, and is read as a whole. Take cut, drop or error.")
@@ -365,6 +365,6 @@ def _lay_out(
     pieces, bounds, left_out = documents.packed(fitted.pieces, options.room, options.pack, options.scored)
     n = len(bounds) - 1
     used = float(pieces["length"].sum()) / (n * options.room)
-    reports = tuple(FileReport.of(str(source), source.weight, file) for source, file in zip(given, files, strict=True))
+    reports = tuple(FileReport.of(str(source), source.weight, file) for source, file in zip(named, files, strict=True))
     report = Report(reports, Counts.of(rows), replace(fitted, pieces=fitted.pieces[:0]), options, n, used)
     return Dataset(files, pieces, bounds, options, codec, report, left_out=left_out)

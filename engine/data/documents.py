@@ -59,9 +59,9 @@ def counterparts(prompts: np.ndarray, words: np.ndarray) -> np.ndarray:
     left = np.flatnonzero(chosen < 0)  # where most answers are of one prompt
     others = np.flatnonzero(asked != asked[left[0]]) if len(left) else left
     chosen[left] = others[np.arange(len(left)) % max(1, len(others))]
-    found = np.empty(n, np.int64)
-    found[order] = order[chosen]
-    return found
+    result = np.empty(n, np.int64)
+    result[order] = order[chosen]
+    return result
 
 
 def hold_out(rows: np.ndarray, share: float, seed: int, text_len: int) -> tuple[np.ndarray, np.ndarray]:
@@ -128,15 +128,15 @@ class Fitted:
 
 def fit(rows: np.ndarray, files: Sequence[TokenFile], seq_len: int, long: str | None) -> Fitted:
     """Fits documents into seq_len tokens each. `long`: as of DataOptions. Raises InputError."""
-    each = rows.shape[1]
-    if long == "split" and each > 1:
+    width = rows.shape[1]
+    if long == "split" and width > 1:
         raise InputError("--long split: a pair's documents are compared as wholes. Take cut, drop or error.")
     learnable: np.ndarray = np.asarray((rows["trained"] > 0).all(1))
     rows = rows[learnable]
     longer: np.ndarray = np.asarray((rows["length"] > seq_len).any(1))
     n_longer, longest = int(longer.sum()), int(rows["length"].max(initial=0))
     if long == "error" and n_longer:
-        ways = "cut, drop or split" if each == 1 else "cut or drop"
+        ways = "cut, drop or split" if width == 1 else "cut or drop"
         raise InputError(
             f"{n_longer:,} rows have more than --seq-len {seq_len} tokens, the longest {longest:,}. Give a larger "
             f"--seq-len, or --long {ways}."
@@ -144,8 +144,8 @@ def fit(rows: np.ndarray, files: Sequence[TokenFile], seq_len: int, long: str | 
     if long == "drop":
         rows, longer = rows[~longer], longer[~longer]
     text = np.array([is_text(file) for file in files])[rows["file"][:, 0]]
-    split = longer & ((long == "split") | (text & (long is None) & (each == 1)))
-    documents, splits = rows.reshape(-1), np.repeat(split, each)
+    split = longer & ((long == "split") | (text & (long is None) & (width == 1)))
+    documents, splits = rows.reshape(-1), np.repeat(split, width)
     document, start, length = cut_points(
         np.where(splits, documents["length"], documents["length"].clip(max=seq_len)), seq_len
     )
@@ -154,14 +154,14 @@ def fit(rows: np.ndarray, files: Sequence[TokenFile], seq_len: int, long: str | 
     pieces["start"], pieces["length"] = documents["start"][document] + start, length
     pieces["goes_on"] = splits[document] & (start + length < documents["length"][document])
     keep = np.ones(len(pieces), bool)
-    for i in np.flatnonzero(np.repeat(longer & ~text, each)[document]):
+    for i in np.flatnonzero(np.repeat(longer & ~text, width)[document]):
         keep[i] = _learns(pieces[i], files)
-    whole: np.ndarray = np.asarray(keep.reshape(-1, each).all(1))
-    lost, n_split = int((~whole & ~split[document[::each] // each]).sum()), int(split.sum())
+    whole: np.ndarray = np.asarray(keep.reshape(-1, width).all(1))
+    lost, n_split = int((~whole & ~split[document[::width] // width]).sum()), int(split.sum())
     dropped = n_longer if long == "drop" else 0
-    fitted, cut, bad = pieces.reshape(-1, each)[whole], n_longer - dropped - n_split - lost, int((~learnable).sum())
+    fitted, cut, bad = pieces.reshape(-1, width)[whole], n_longer - dropped - n_split - lost, int((~learnable).sum())
     alike = 0
-    if each > 1:
+    if width > 1:
         tokens = lambda piece: files[piece["file"]].read(int(piece["start"]), int(piece["start"] + piece["length"]))
         same = fitted[fitted["length"][:, 0] == fitted["length"][:, 1]]
         alike = sum(np.array_equal(tokens(good), tokens(other)) for good, other in same)
@@ -187,9 +187,9 @@ def packed(pieces: np.ndarray, room: int, together: bool, scored: bool) -> tuple
     pieces (n, documents of a row). `together`: several rows in a sequence of `room` tokens. A text may end in a piece
     of one token, which has no label; it is left out after packing, so that other sequences do not depend on it.
     """
-    each, lengths = pieces.shape[1], pieces["length"].sum(1, dtype=np.int64)
+    width, lengths = pieces.shape[1], pieces["length"].sum(1, dtype=np.int64)
     order, bounds = best_fit(lengths, room) if together else (np.arange(len(lengths)), np.arange(len(lengths) + 1))
-    flat, bounds = pieces[order].reshape(-1), each * bounds
+    flat, bounds = pieces[order].reshape(-1), width * bounds
     has_label = np.ones(len(flat), bool) if scored else flat["length"] + flat["goes_on"] > 1
     keep = np.add.reduceat(has_label, bounds[:-1], dtype=np.int64) > 0
     counts = np.diff(bounds)

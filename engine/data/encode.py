@@ -128,14 +128,14 @@ def _plain(texts: dict[int, Text], tokenizer: Tokenizer, begin: Callable[[int], 
     """Texts of which all is trained."""
     begin(sum(len(text.text) for text in texts.values()))
     whole = {i: text for i, text in texts.items() if not (text.before or text.after)}
-    found: dict[int, Any] = dict(zip(whole, tokenizer.encode([text.text for text in whole.values()]), strict=True))
+    result: dict[int, Any] = dict(zip(whole, tokenizer.encode([text.text for text in whole.values()]), strict=True))
     made = dict[int, Made]()
     for i, text in texts.items():
-        ids = found[i] if i in found else tokenizer.part(text.before, text.text, text.after)
+        ids = result[i] if i in result else tokenizer.part(text.before, text.text, text.after)
         if isinstance(ids, BadRow):
             made[i] = ids
             continue
-        ids = ids[0] if i in found else ids
+        ids = ids[0] if i in result else ids
         if text.starts:
             ids, _ = tokenizer.wrap(ids, text.ends)
             made[i] = _first(ids, np.ones(len(ids), bool))
@@ -156,8 +156,8 @@ def _marked(
 ) -> dict[int, Made]:
     """Texts of which spans are trained."""
     begin(sum(len(whole.text) for whole in marked.values()))
-    found, made = tokenizer.encode([whole.text for whole in marked.values()], offsets=True), dict[int, Made]()
-    for (i, whole), tokens in zip(marked.items(), found, strict=True):
+    result, made = tokenizer.encode([whole.text for whole in marked.values()], offsets=True), dict[int, Made]()
+    for (i, whole), tokens in zip(marked.items(), result, strict=True):
         if isinstance(tokens, BadRow):
             made[i] = tokens
             continue
@@ -191,8 +191,8 @@ def within(ids: np.ndarray, offsets: np.ndarray, text: str, greedy: dict[int, st
     for at in np.flatnonzero(np.isin(ids, list(greedy))).tolist():
         start, stop = offsets[at].tolist()
         content = greedy[int(ids[at])]
-        if stop - start > len(content) and (found := text[start:stop].find(content)) >= 0:
-            offsets[at] = start + found, start + found + len(content)
+        if stop - start > len(content) and (result := text[start:stop].find(content)) >= 0:
+            offsets[at] = start + result, start + result + len(content)
     return offsets
 
 

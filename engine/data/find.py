@@ -335,12 +335,12 @@ def _uses_of_card(folder: Path, names: Sequence[Path]) -> dict[Path, str]:
     configs = card.get("configs") if isinstance(card, dict) else None
     every = [each for each in configs if isinstance(each, dict)] if isinstance(configs, list) else []
     every = [each for each in every if each.get("default") is True] or every
-    found = {str(each.get("config_name", "default")): _splits_of(each, names) for each in every[:1000]}
-    found = {name: splits for name, splits in found.items() if splits}
-    splits = found.get("default") or next(iter(found.values()), {})
+    result = {str(each.get("config_name", "default")): _splits_of(each, names) for each in every[:1000]}
+    result = {name: splits for name, splits in result.items() if splits}
+    splits = result.get("default") or next(iter(result.values()), {})
     uses = {split: _use(Path(split)) if len(splits) > 1 else "train" for split in splits}
     train = [split for split in uses if uses[split] == "train"] or [split for split in uses if not uses[split]]
-    configurations = [] if "default" in found else [*found]
+    configurations = [] if "default" in result else [*result]
     for what, several in (("configurations", configurations), ("splits to train on", train)):
         if len(several) > 1:
             listed = ", ".join(map(shown, several[:_NAMED]))
@@ -351,15 +351,15 @@ def _uses_of_card(folder: Path, names: Sequence[Path]) -> dict[Path, str]:
 
 def _splits_of(config: dict[str, Any], names: Sequence[Path]) -> dict[str, list[Path]]:
     """The files of a configuration by split: of data_files, patterns, or objects with `split` and `path`."""
-    given, found = config.get("data_files"), dict[str, list[Path]]()
-    for each in given if isinstance(given, list) else [given]:
+    entries, result = config.get("data_files"), dict[str, list[Path]]()
+    for each in entries if isinstance(entries, list) else [entries]:
         split, path = (each.get("split"), each.get("path")) if isinstance(each, dict) else ("train", each)
         for pattern in path if isinstance(path, list) else [path]:
             if isinstance(pattern, str) and isinstance(split, str) and pattern.count("**") < 3:
                 parts = Path(str(config.get("data_dir") or ""), pattern).parts
                 fits = lambda name, parts=parts: fits_pattern(name.parts, parts) or fits_pattern(name.parts[:-1], parts)
-                found[split] = sorted({*found.get(split, []), *filter(fits, names)})
-    return {split: files for split, files in found.items() if files}
+                result[split] = sorted({*result.get(split, []), *filter(fits, names)})
+    return {split: files for split, files in result.items() if files}
 
 
 def _saved(folder: Path, weight: float) -> Found:
@@ -381,8 +381,9 @@ def _saved(folder: Path, weight: float) -> Found:
 def _shards(folder: Path, weight: float) -> list[DataFile]:
     """The Arrow files of a saved data set. Raises InputError."""
     state = _json(folder / "state.json")
-    given = state.get("_data_files")
-    names = [str(file.get("filename")) for file in given if isinstance(file, dict)] if isinstance(given, list) else []
+    entries: Any = state.get("_data_files")
+    files = [file for file in entries if isinstance(file, dict)] if isinstance(entries, list) else []
+    names = [str(file.get("filename")) for file in files]
     plain = names and all(Path(name).name == name for name in names)
     if state.get("_indices_files") or state.get("_indices_data_files") or not plain:
         raise InputError(

@@ -361,8 +361,8 @@ def read_message(turn: Any, where: str, unused: dict[str, None]) -> tuple[Fields
     else:
         _read_thoughts(message, where)
         _read_content(message, where, unused)
-        calls = [c for key in KEYS["tool_calls"] if (given := message.pop(key, None)) not in EMPTY
-                 for c in read_calls(given, where, unused)]  # fmt: skip
+        calls = [c for key in KEYS["tool_calls"] if (value := message.pop(key, None)) not in EMPTY
+                 for c in read_calls(value, where, unused)]  # fmt: skip
         if calls and role != "assistant":
             raise BadRow(f"{where} has calls, and the role {role!r}; only an assistant calls")
         message |= {"tool_calls": calls} if calls else {}
@@ -375,8 +375,8 @@ def read_message(turn: Any, where: str, unused: dict[str, None]) -> tuple[Fields
 
 def _read_thoughts(message: Fields, where: str) -> None:
     """Thoughts under our name. Raises BadRow if they are not a string, or are given twice and differ."""
-    given = {key: message.pop(key) for key in KEYS["reasoning_content"] if key in message}
-    held = {key: value for key, value in given.items() if value not in ("", [], {}, False)}
+    thoughts = {key: message.pop(key) for key in KEYS["reasoning_content"] if key in message}
+    held = {key: value for key, value in thoughts.items() if value not in ("", [], {}, False)}
     if wrong := [key for key, value in held.items() if not isinstance(value, str)]:
         raise BadRow(f"{where}: {wrong[0]!r} is {kind_of(held[wrong[0]])}, expected a string")
     if len({*held.values()}) > 1:
@@ -402,10 +402,10 @@ def _read_content(message: Fields, where: str, unused: dict[str, None]) -> None:
         keys = (*PARTS["thinking"], "text") if known == "thinking" else ("text",)
         held = next((part[key] for key in keys if part.get(key) is not None), None)
         inner = held if isinstance(held, list) and known == "thinking" else [held]
-        found = [text.get("text") if isinstance(text, dict) else text for text in inner]
-        if not found or not all(isinstance(text, str) for text in found):
+        result = [text.get("text") if isinstance(text, dict) else text for text in inner]
+        if not result or not all(isinstance(text, str) for text in result):
             raise BadRow(f"{where} holds a part of type {kind!r} without text; its keys: {', '.join(map(repr, part))}")
-        (thoughts if known == "thinking" else texts).append("\n".join(map(str, found)))
+        (thoughts if known == "thinking" else texts).append("\n".join(map(str, result)))
         others = unread_keys(part, ("type", "text", *PARTS["thinking"], "closed"))
         unused |= dict.fromkeys(f"messages[].content[].{key}" for key in others)
     message["content"] = texts if len(texts) > 1 else "".join(texts)
@@ -462,27 +462,27 @@ def part_of(row: Fields, key: str) -> str | list[Any]:
 
 def alpaca(row: Fields) -> Chat:
     """`instruction`, `input`, `output`, `history: [[question, answer]]`. Raises BadRow."""
-    asked, given, answer = string(row, "instruction"), string(row, "input", ""), string(row, "output")
+    asked, extra, answer = string(row, "instruction"), string(row, "input", ""), string(row, "output")
     if not answer.strip():
         raise BadRow("'output' is empty")
     history = row.get("history") or []
     if not isinstance(history, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in history):
         raise BadRow("'history' is not a list of [question, answer] pairs")
-    pairs = [*history, ["\n".join(part for part in (asked, given) if part), answer]]
+    pairs = [*history, ["\n".join(part for part in (asked, extra) if part), answer]]
     if not all(isinstance(text, str) for pair in pairs for text in pair):
         raise BadRow("'history' holds something that is not a string")
     turns = [
         {"role": who, "content": text} for pair in pairs for who, text in zip(("user", "assistant"), pair, strict=True)
     ]
-    found = chat(row, [("output", turns, True)])
+    result = chat(row, [("output", turns, True)])
     bare = not history and not any(row.get(key) for key in TALK)
-    return found._replace(plain=completion(_alpaca_prompt(asked, given), answer) if bare else None)
+    return result._replace(plain=completion(_alpaca_prompt(asked, extra), answer) if bare else None)
 
 
-def _alpaca_prompt(asked: str, given: str) -> str:
+def _alpaca_prompt(asked: str, extra: str) -> str:
     """Stanford Alpaca's prompt, for models without a chat template."""
-    context = ", paired with an input that provides further context" if given else ""
-    block = f"### Input:\n{given}\n\n" if given else ""
+    context = ", paired with an input that provides further context" if extra else ""
+    block = f"### Input:\n{extra}\n\n" if extra else ""
     return (
         f"Below is an instruction that describes a task{context}. "
         f"Write a response that appropriately completes the request.\n\n"

@@ -91,11 +91,11 @@ class Part:
             header = read_header(path)
         except CheckpointError as error:
             raise InputError(f"{path} cannot be read ({error}). Score the data again.") from None
-        found = {t.name: (t.dtype, *t.shape) for t in header.layout.tensors}
-        n, m = (found.get(name, ("", 0))[1] for name in ("document", "label"))
+        result = {t.name: (t.dtype, *t.shape) for t in header.layout.tensors}
+        n, m = (result.get(name, ("", 0))[1] for name in ("document", "label"))
         wanted: dict[str, tuple[Any, ...]] = dict.fromkeys(TABLES, ("I64", n))
         wanted |= {"label": ("I32", m), "rest": ("F32", m), "ids": ("I32", m, k), "logps": ("F16", m, k)}
-        if any(found.get(name) != form for name, form in wanted.items()):
+        if any(result.get(name) != form for name, form in wanted.items()):
             raise InputError(f"{path} is not a file of scores with {k} tokens per label. Score the data again.")
         return cls(path, header)
 
@@ -125,13 +125,13 @@ def part_sum(metadata: Mapping[str, str], tables: Mapping[str, np.ndarray]) -> s
 
 def parts_of(folder: Path, k: int) -> list[Part]:
     """The files of a source. Raises InputError."""
-    found = list[Part]()
-    while (path := folder / f"part-{len(found):05}.safetensors").is_file():
-        found.append(Part.open(path, k))
-        found[-1].check()
-    if len({part.key for part in found}) > 1:
+    result = list[Part]()
+    while (path := folder / f"part-{len(result):05}.safetensors").is_file():
+        result.append(Part.open(path, k))
+        result[-1].check()
+    if len({part.key for part in result}) > 1:
         raise InputError(f"{folder} holds parts of several models or data sets. Score the data again.")
-    return found
+    return result
 
 
 # ---------------------------------------------------------------- rows of a run
@@ -152,8 +152,8 @@ class Teacher:
         """The teacher's output for these pieces' labels, one after another. Raises InputError if the files have
         changed.
         """
-        found = [Taught(*(t[a : a + n] for t in self.parts[p][1:])) for p, a, n in self._places(pieces)]
-        ids, logps, rest = (np.concatenate(tables) for tables in zip(*found, strict=True))
+        result = [Taught(*(t[a : a + n] for t in self.parts[p][1:])) for p, a, n in self._places(pieces)]
+        ids, logps, rest = (np.concatenate(tables) for tables in zip(*result, strict=True))
         shares = np.exp(logps.astype(np.float32)).sum(1) + np.exp(rest)
         apart = (np.diff(np.sort(ids, 1), axis=1) > 0).all()
         if len(ids) and not (apart and ids.min() >= 0 and ids.max() < self.vocab and (abs(shares - 1) < NEAR).all()):
@@ -180,12 +180,12 @@ class Scored(Protocol):
 def places_of(files: Sequence[TokenFile], pieces: np.ndarray) -> np.ndarray:
     """(pieces, 2) int64: the number of a piece's document among those of all files, and its first token in it."""
     first = np.cumsum([0, *(len(file.offsets) - 1 for file in files)])
-    found = np.zeros((len(pieces), 2), np.int64)
+    result = np.zeros((len(pieces), 2), np.int64)
     for i, file in enumerate(files):
         mine = pieces["file"] == i
         number = np.searchsorted(file.offsets, pieces["start"][mine], "right") - 1
-        found[mine] = np.stack([first[i] + number, pieces["start"][mine] - file.offsets[number]], 1)
-    return found
+        result[mine] = np.stack([first[i] + number, pieces["start"][mine] - file.offsets[number]], 1)
+    return result
 
 
 def taught_by(names: Names, data: Scored, vocab: int) -> Teacher:
@@ -240,9 +240,9 @@ def _matched(
             f"{names.folder} lacks {int((~there).sum()):,} of the data's {len(there):,} documents or parts of them. "
             "Score the same files, all rows, with the same --seq-len and --long; of --val too."
         )
-    found = rows[order][at]
-    counts, tables = np.zeros(len(found), np.int32), [part.table("label") for part in parts]
-    for i, ((part, first, n), labels) in enumerate(zip(found.tolist(), data.labels(), strict=True)):
+    result = rows[order][at]
+    counts, tables = np.zeros(len(result), np.int32), [part.table("label") for part in parts]
+    for i, ((part, first, n), labels) in enumerate(zip(result.tolist(), data.labels(), strict=True)):
         counts[i] = len(labels)
         if len(labels) > n or not np.array_equal(tables[part][first : first + len(labels)], labels):
             raise InputError(
@@ -250,5 +250,5 @@ def _matched(
                 "of other data. Score the data again, with a --seq-len that is not smaller."
             )
     mapped = tuple((p.path, p.table("ids"), p.table("logps"), p.table("rest")) for p in parts)
-    key = "-".join(dict.fromkeys(parts[i].key for i in np.unique(found[:, 0])))
-    return Teacher(mapped, found[:, 0].astype(np.int32), found[:, 1].copy(), counts, vocab, key)
+    key = "-".join(dict.fromkeys(parts[i].key for i in np.unique(result[:, 0])))
+    return Teacher(mapped, result[:, 0].astype(np.int32), result[:, 1].copy(), counts, vocab, key)

@@ -152,13 +152,13 @@ def _mark_loops(tree: nodes.Template) -> None:
 
 def _with_ends(body: Sequence[nodes.Node], end: nodes.Node) -> list[nodes.Node]:
     """The body of a loop with `end` before each {% break %} and {% continue %} of it, not of loops inside."""
-    found = list[nodes.Node]()
+    result = list[nodes.Node]()
     for node in body:
         for name in ("else_",) if isinstance(node, nodes.For) else ("body", "elif_", "else_"):
             if isinstance(inside := getattr(node, name, None), list):
                 setattr(node, name, _with_ends(inside, end))
-        found += [end, node] if isinstance(node, (nodes.Break, nodes.Continue)) else [node]
-    return found
+        result += [end, node] if isinstance(node, (nodes.Break, nodes.Continue)) else [node]
+    return result
 
 
 def _value_of(loop: nodes.For, name: str) -> nodes.Expr:
@@ -167,7 +167,7 @@ def _value_of(loop: nodes.For, name: str) -> nodes.Expr:
     """
     calls = loop.iter.find_all(nodes.Call) if not isinstance(loop.iter, nodes.Call) else (loop.iter,)
     if any(isinstance(call.node, nodes.Name) and call.node.name == "range" for call in calls):
-        own = {found.name for part in loop.body for found in part.find_all(nodes.Name) if found.ctx == "store"}
+        own = {result.name for part in loop.body for result in part.find_all(nodes.Name) if result.ctx == "store"}
         for item in (item for part in loop.body for item in part.find_all(nodes.Getitem)):
             by_number = isinstance(item.arg, nodes.Name) and item.arg.name == name
             if by_number and isinstance(item.node, nodes.Name) and item.node.name not in own:

@@ -129,12 +129,12 @@ class Tokenizer:
         starts = [0, *accumulate(map(len, pieces))]
         added = (token.content for token in self.core.get_added_tokens_decoder().values())
         names = sorted((re.escape(name) for name in {*added, *self.specials.values()} if name), key=len, reverse=True)
-        found = []
+        result = []
         for match in re.finditer("|".join([*names, *([_LOOKS] if looks else [])]) or r"(?!)", "".join(pieces)):
             first, stop = bisect_right(starts, match.start()) - 1, bisect_left(starts, match.end())
             if stop - first > 1:
-                found.append((match[0], first, stop))
-        return found
+                result.append((match[0], first, stop))
+        return result
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """The text, with special tokens. Raises BadRow."""
@@ -264,20 +264,20 @@ def _named(config: dict[str, Any], older: dict[str, Any]) -> dict[str, Any]:
     """Every `*_token`, as text or object. `older`: special_tokens_map.json; it wins if `config`, tokenizer_config.json,
     lists no added tokens, and is not read otherwise.
     """
-    given = config if "added_tokens_decoder" in config else config | older
-    extra = given.get("extra_special_tokens")
+    merged = config if "added_tokens_decoder" in config else config | older
+    extra = merged.get("extra_special_tokens")
     named = extra if isinstance(extra, dict) else {}
-    return {name: value for name, value in given.items() if name.endswith("_token")} | named
+    return {name: value for name, value in merged.items() if name.endswith("_token")} | named
 
 
-def _specials(folder: Path, given: dict[str, Any]) -> dict[str, str]:
+def _specials(folder: Path, named: dict[str, Any]) -> dict[str, str]:
     """The text of every `*_token`."""
-    texts = {name: entry.get("content") if isinstance(entry, dict) else entry for name, entry in given.items()}
-    found = {name: text for name, text in texts.items() if isinstance(text, str)}
-    for name, text in found.items():
+    texts = {name: entry.get("content") if isinstance(entry, dict) else entry for name, entry in named.items()}
+    result = {name: text for name, text in texts.items() if isinstance(text, str)}
+    for name, text in result.items():
         if any("\ud800" <= c <= "\udfff" for c in name + text):
             raise InputError(f"{folder}: {name} {text!r} holds half of a surrogate pair, which is not a character.")
-    return found
+    return result
 
 
 def _added(
@@ -291,8 +291,8 @@ def _added(
         names = {"pad_token": padding.get("pad_token")} | names
     ordered = [names.get(name) for name in (*_NAMES, *(n for n in names if n not in _NAMES))]
     own = {_text(value) for value in ordered}
-    given = spec.get("added_tokens")
-    listed = [token for token in given if isinstance(token, dict)] if isinstance(given, list) else []
+    entries = spec.get("added_tokens")
+    listed = [token for token in entries if isinstance(token, dict)] if isinstance(entries, list) else []
     by_id: dict[int, tokenizers.AddedToken] = {}
     decoder = config.get("added_tokens_decoder")
     if isinstance(decoder, dict):
@@ -304,23 +304,23 @@ def _added(
             if type(i) is int and content:
                 by_id[i] = tokenizers.AddedToken(content, normalized=content not in special, special=content in special)
         by_id |= {token["id"]: _token(token) for token in listed if type(token.get("id")) is int and _text(token)}
-    found = [token for _, token in sorted(by_id.items())]
-    known = {token.content for token in found} | {_text(token) for token in listed}
+    result = [token for _, token in sorted(by_id.items())]
+    known = {token.content for token in result} | {_text(token) for token in listed}
     values = [*ordered, *extra]
     for i, value in enumerate(values):
         if (content := _text(value)) and content not in known and value not in values[:i]:
-            found.append(_token(value, special=True))
-            found[-1].special |= content in own
-    return found
+            result.append(_token(value, special=True))
+            result[-1].special |= content in own
+    return result
 
 
 def _extra(config: dict[str, Any], older: dict[str, Any]) -> list[Any]:
     """Further special tokens, under either name; of the older file only those of the newer name, if it has both."""
     older = {} if "added_tokens_decoder" in config else older
-    found = [
-        given.get(name) for given in (config, older) for name in ("extra_special_tokens", "additional_special_tokens")
+    result = [
+        fields.get(name) for fields in (config, older) for name in ("extra_special_tokens", "additional_special_tokens")
     ]
-    new, additional, older_new, last = (value if isinstance(value, list) else None for value in found)
+    new, additional, older_new, last = (value if isinstance(value, list) else None for value in result)
     ours = new or additional if additional is not None else new
     if older_new is not None:
         return [*(ours or []), *older_new]
@@ -360,9 +360,9 @@ def _model_ends(core: tokenizers.Tokenizer, folder: Path) -> list[int]:
     for name in ("generation_config.json", "config.json"):
         value = _optional(folder / name).get("eos_token_id")
         value = value if isinstance(value, list) else [value]
-        found = [i for i in value if type(i) is int and 0 <= i < 1 << 31 and core.id_to_token(i) is not None]
-        if found:
-            return found
+        result = [i for i in value if type(i) is int and 0 <= i < 1 << 31 and core.id_to_token(i) is not None]
+        if result:
+            return result
     return []
 
 

@@ -25,24 +25,24 @@ def parsed(value: Any, what: str) -> Any:
 
 def read_tools(row: Fields) -> list[Fields] | None:
     """The tools of `tools`, or of OpenAI's older `functions`: JSON schemas or bare functions. Raises BadRow."""
-    given = [key for key in ("tools", "functions") if row.get(key) not in EMPTY]
-    if len(given) > 1:
+    keys = [key for key in ("tools", "functions") if row.get(key) not in EMPTY]
+    if len(keys) > 1:
         raise BadRow("has 'tools' and 'functions': leave one out, --map unused=functions")
-    tools = row[given[0]] if given else None
+    tools = row[keys[0]] if keys else None
     if tools is None or (isinstance(tools, str) and not tools.strip()):
         return None
-    tools = parsed(tools, repr(given[0]))
-    tools = [parsed(tool, f"{given[0]}[{i}]") for i, tool in enumerate(tools)] if isinstance(tools, list) else tools
+    tools = parsed(tools, repr(keys[0]))
+    tools = [parsed(tool, f"{keys[0]}[{i}]") for i, tool in enumerate(tools)] if isinstance(tools, list) else tools
     if tools in EMPTY:
         return None
     function = lambda tool: tool.get("function", {}) if isinstance(tool, dict) else None
     if not isinstance(tools, list) or not all(isinstance(function(tool), dict) for tool in tools):
-        raise BadRow(f"{given[0]!r} is not a list of objects, each with an object as its 'function'")
+        raise BadRow(f"{keys[0]!r} is not a list of objects, each with an object as its 'function'")
     try:
         tools = [_without_nulls(tool) for tool in tools]
     except RecursionError:
-        raise BadRow(f"{given[0]!r} is nested too deeply") from None
-    _check_numbers(tools, repr(given[0]))
+        raise BadRow(f"{keys[0]!r} is nested too deeply") from None
+    _check_numbers(tools, repr(keys[0]))
     return [{"type": "function", "function": _bare(t)} if "name" in t and "function" not in t else t for t in tools]
 
 
@@ -80,10 +80,10 @@ def _call(call: Fields, where: str, unused: dict[str, None]) -> Fields:
     bare = "function" not in call
     function = dict(call.get("function", call))
     key = next((key for key in _ARGUMENTS if function.get(key) is not None), "arguments")
-    given = function.pop(key, None)
-    given = {} if given is None or (isinstance(given, str) and not given.strip()) else given
+    arguments = function.pop(key, None)
+    arguments = {} if arguments is None or (isinstance(arguments, str) and not arguments.strip()) else arguments
     of = f"{where}: the arguments of a call of {function['name']!r}"
-    held = parsed(given, of)
+    held = parsed(arguments, of)
     if not isinstance(held, dict):
         raise BadRow(f"{of} are {kind_of(held)}, expected an object")
     _check_numbers(held, of)
@@ -96,7 +96,7 @@ def _call(call: Fields, where: str, unused: dict[str, None]) -> Fields:
     inside = unread_keys(function, ("name", *(_PARTS if bare else ())))
     unused |= dict.fromkeys(f"messages[].tool_calls[].function.{key}" for key in inside)
     own = {key: value for key, value in call.items() if key in _PARTS[:3]}  # given arguments may be a text or an object
-    named = {"name": function["name"], "arguments": given if held else {}}
+    named = {"name": function["name"], "arguments": arguments if held else {}}
     return {"id": "", "type": "function", **own, "function": named}
 
 
@@ -119,10 +119,10 @@ def number_calls(messages: list[Fields], anew: bool = False) -> list[Fields]:
     for i, message in enumerate(messages):
         calls = []
         for k, call in enumerate(message.get("tool_calls", [])):
-            given, new = call.get("id") or "", f"call{i % 1000:03d}{k % 100:02d}"
-            known = given and not (anew and not _SHORT_ID.fullmatch(str(given)))
-            waiting[given or new] = given if known else new
-            calls.append({**call, "id": waiting[given or new]})
+            old, new = call.get("id") or "", f"call{i % 1000:03d}{k % 100:02d}"
+            known = old and not (anew and not _SHORT_ID.fullmatch(str(old)))
+            waiting[old or new] = old if known else new
+            calls.append({**call, "id": waiting[old or new]})
         changed: Fields = {"tool_calls": calls} if calls else {}
         answered = message.get("tool_call_id")
         if not isinstance(answered, (str, int, type(None))):
