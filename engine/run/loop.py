@@ -244,7 +244,9 @@ class Run:
         """`more`: trackers. `lines`: the report, for report.html. `common`: as of Training."""
         self.training, self.place, self.lines = Training(job, place, begun, common), place, lines
         self.done = self.training.progress
-        self.log = Log(job.out, job.total_steps, job.work.evaluations, self.done.log, more)
+        self.log = Log(
+            place.run if here().host else job.out, job.total_steps, job.work.evaluations, self.done.log, more
+        )
         self.stop = Stop(job.total_steps, lambda: self.training.last_snapshot, here().hosts == 1)
         self.saved = self.exported = self.evaluated = time.monotonic()
         self.bound = ""  # busiest queue of the last traced step
@@ -569,7 +571,7 @@ class Run:
             training.close()
             self.log.sync()
             here().meet()  # hosts besides the first have nothing that is output
-            self.place.finish(o.keep_state, aside, training.again)
+            self.place.finish(o.keep_state, aside if not here().host else None, training.again)
         took = took_line(screen.clock(), self.estimated)
         self.draw(took)
         for line in self.about_output(aside) if not here().host else ():
