@@ -71,7 +71,7 @@ def _rows(folders: Mapping[str, Path], end: float) -> Iterator[Row]:
     yield from drives(folders, tried)
     if device is not None:
         fp8 = torch.cuda.get_device_capability(device) >= (8, 9)
-        with tuned.in_use(tuned.kept(device)):
+        with tuned.in_use(tuned.stored(device)):
             yield from gpu.kernels(gpu.checked(device), gpu.call_seconds, fp8)
         torch.cuda.empty_cache()
     folder, rates = next(iter(tried.items()), (None, {}))

@@ -132,8 +132,8 @@ def rows(device: torch.device, shapes: Shapes, seconds: Callable[[Case], float])
     found = Found()
     with tuned.in_use({}):
         yield from tune(launch.chip(device), shapes, seconds, found)
-    path = tuned.keep(device, found.settings)
+    path = tuned.store(device, found.settings)
     where = f"kept in {path}" if path else "not kept: there is no cache folder of this user's own"
     rounds = ", with other roundings than untuned ones" if found.rounds else ""
-    said = f"{len(found.settings)} launches, {where}. Runs that start from now on use them{rounds}; earlier runs do not"
+    said = f"{len(found.settings)} launches, {where}. Runs use them from now on{rounds}"
     yield Row("tune", "settings", said if found.settings else f"none is faster; {where}")

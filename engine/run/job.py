@@ -7,6 +7,7 @@ import math
 import shutil
 import time
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from datetime import date
 from functools import cached_property
@@ -16,8 +17,7 @@ from typing import Any
 import torch
 
 from trireme.engine.amounts import count, gib
-from trireme.engine.check.tuned import kept as settings_kept
-from trireme.engine.check.tuned import usable
+from trireme.engine.check import tuned
 from trireme.engine.data.dataset import Dataset, load_dataset
 from trireme.engine.data.find import find
 from trireme.engine.data.prepare import DataOptions
@@ -68,7 +68,7 @@ class Job:
     work: Work
     files: Files
     date: str | None  # that chat templates take for today
-    launches: dict[str, list[int]]  # settings of kernels
+    launches: Mapping[str, Sequence[int]]  # settings of kernels
 
     @property
     def out(self) -> Path:
@@ -141,9 +141,10 @@ class Job:
         tensors = {name: [t.dtype, *t.shape] for name, t in _inner(self.source).tensors.items()}
         content, data = json.loads(json.dumps(numbers(self.cfg))), fingerprint(self.data)
         size = self.options.batch_size
-        own = Fixed(self.plan, size, self.rows, self.seq_len, content, tensors, data, self.date, self.launches)
+        own = Fixed(self.plan, size, self.rows, self.seq_len, content, tensors, data, self.date)
         then = begun.fixed if begun else own
-        return replace(own, base=dict(then.base), reference=then.reference, teacher=then.teacher)
+        own = replace(own, launches=tuned.digest(self.launches), base=dict(then.base))
+        return replace(own, reference=then.reference, teacher=then.teacher)
 
 
 def make(o: Options, begun: Snapshot | None = None, by_rule: bool = False) -> Job:
@@ -163,7 +164,9 @@ def make(o: Options, begun: Snapshot | None = None, by_rule: bool = False) -> Jo
             check_model(o, fixed, opened)
     with clock.at("probe"):
         device, limits, assumed = computer(o, opened.cfg)
-        launches = {} if assumed else common_launches(device, fixed)
+        launches = {} if assumed else tuned.stored(device)
+        if fixed and fixed.launches != tuned.digest(launches):
+            screen.warn("kernels have other settings than before (check --tune), with which they may round differently")
     room = tokens_of_a_sequence(o)
     planner = Planner(o, opened.cfg, room, device.type == "cuda", limits, fixed, group.hosts)
     with clock.at("plan"):
@@ -398,17 +401,6 @@ def common_limits(o: Options, limits: Limits, device: torch.device) -> Limits:
     if len(set(gpus)) > 1:
         raise InputError(f"--gpus: hosts have {', '.join(f'{n:.0f}' for n in gpus)}. Give each as many.")
     return replace(limits, gpu=int(min(gpu)), ram=int(min(host)), less=())
-
-
-def common_launches(device: torch.device, fixed: Fixed | None) -> dict[str, list[int]]:
-    """Settings of kernels of host 0, which all hosts use: those that the run began with, or those kept for its GPU."""
-    own = fixed.launches if fixed else settings_kept(device)
-    own = json.loads(here().texts(json.dumps(own))[0])
-    used, wrong = usable(own, device)
-    if wrong:
-        unfit = f"launch settings that do not suit this device ({wrong})"
-        screen.warn(f"the run began with {unfit}: it may round differently")
-    return used
 
 
 def sequence_length(o: Options, cfg: ModelConfig) -> int:

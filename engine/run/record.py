@@ -105,7 +105,7 @@ class Fixed:
     tensors: dict[str, list[Any]]  # dtype and shape of every tensor of the source
     data: str  # fingerprints of the data and of what is held out
     date: str | None  # that chat templates take for today
-    launches: dict[str, list[int]] = field(default_factory=dict)  # settings of kernels
+    launches: str = ""  # digest of the settings of kernels, if they are not the usual ones
     base: dict[str, str] = field(default_factory=dict)  # checksums of frozen weights, by unit
     reference: str = ""  # key of the reference's numbers
     teacher: str = ""  # key of the teacher's scores
@@ -120,7 +120,7 @@ class Fixed:
         most = min(plan.hosts * plan.n_micro, math.ceil(self.batch_size / self.rows))
         plan = replace(plan, hosts=1, host=0, n_micro=math.ceil(most / hosts))
         if hosts > 1:
-            plan = replace(plan, mode="forward", gradients="host", hosts=hosts, host=host)
+            plan = replace(plan, mode="forward", gradients="ram", hosts=hosts, host=host)
         return replace(self, plan=plan)
 
     @property
