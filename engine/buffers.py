@@ -303,11 +303,3 @@ def each_usage(geo: Geometry, plan: Plan) -> tuple[list[int], int]:
 def fits(geo: Geometry, plan: Plan, limits: Limits) -> bool:
     """Whether the plan's buffers and workspace are within the limits."""
     return not limits.lacking(usage(geo, plan, limits.less))
-
-
-def scratch(geo: Geometry, plan: Plan) -> tuple[int, int]:
-    """Bytes of (activations, gradients) on the SSD, as Engine.claim_scratch allocates them."""
-    saved = sum(geo.saved_layout(u, unit.names("ssd"), plan.tokens).span for u, unit in enumerate(plan.units))
-    leave = range(1, geo.n_units if plan.between == "ram" else geo.head)  # the head's input is read at once
-    x = geo.x_bytes(plan.tokens) * sum(plan.units[u].x == "ssd" for u in leave)
-    return plan.n_micro * (saved + x), sum(w.span for u, w in enumerate(geo.weights) if plan.spilled(u))

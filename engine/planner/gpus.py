@@ -41,12 +41,6 @@ _ALSO = {
     "h80080g": "h800", "4060ti8g": "4060ti", "5060ti8g": "5060ti", "306012g": "3060", "30508g": "3050",
     "pro500048g": "pro5000", "dgxspark": "gb10", "spark": "gb10", "gh200480g": "gh200",
 }  # fmt: skip
-_WITHOUT_BF16 = re.compile(
-    r"(t4|p4|[kmp]\d{2,4}|titan(v|x|xp)?|8000|v100(16g|32g)?|quadro\w*|t\d{3,4}|(9[5-8]|10[3-8]|16[356]|20[678])0\w*)"
-)
-_OTHERS = re.compile(
-    r"amd|radeon|instinct|mi\d|rx\d|\d{4}xtx?$|intel|arc|a(3[18]|58|7[57])0$|b5[78]0$|apple|m[1-9]|tpu"
-)
 _WORDS = re.compile(
     r"nvidia|geforce|tesla|rtx|gtx|generation|workstation|server|edition|blackwell|sxm\d?|hbm\w*|gpu|[^a-z0-9]"
 )
@@ -77,21 +71,16 @@ def find_gpu(text: str, tflops: float = 0.0) -> Gpu:
 
     `tflops`: TFLOP/s of a bf16 matmul, instead of the known rate.
     """
-    key = _key(text)
-    if found := _BY_KEY.get(_ALSO.get(key, key)):
-        if found.name.startswith("V100"):
-            raise ValueError(_no_bf16(text))
-        return at_rate(found, tflops) if tflops else found
-    if _WITHOUT_BF16.fullmatch(key):
-        raise ValueError(_no_bf16(text))
-    if _OTHERS.match(key):
-        raise ValueError(f"{text!r} is not an NVIDIA GPU, and the kernels are for NVIDIA GPUs")
-    like = GPUS["rtx4090"]
+    key, like = _key(text), GPUS["rtx4090"]
+    if (gpu := _BY_KEY.get(_ALSO.get(key, key))) and not gpu.name.startswith("V100"):
+        return at_rate(gpu, tflops) if tflops else gpu
     try:
         sized = replace(like, name="a GPU as fast as an RTX 4090", memory=size(text))
     except ValueError:
+        near = ", ".join(_BY_KEY[k].name for k in get_close_matches(key, _BY_KEY, 3)) or "rtx4090, a6000, l40s"
         raise ValueError(
-            f"{text!r} is not a GPU known here, nor a size. {_perhaps(key)}, or write a size like 24GiB"
+            f"{text!r} is not a GPU known here, nor a size. Write a name ({near}) or a size like 24GiB; kernels need "
+            "an NVIDIA GPU with bf16: A100, RTX 30 or newer"
         ) from None
     if not tflops:
         return sized
@@ -121,21 +110,3 @@ def bus_of(gpu: Gpu, text: str) -> float:
     if lanes > gpu.lanes:
         raise ValueError(f"bus={text}: the {gpu.name} has {gpu.lanes} lanes; leave bus out")
     return gpu.bus / gpu.lanes * lanes
-
-
-def _no_bf16(text: str) -> str:
-    return f"{text!r} has no bf16; an A100, an RTX 30 or anything newer has"
-
-
-def _perhaps(key: str) -> str:
-    """Names of known GPUs that the unknown `key` may mean: with the same number, or spelled nearly the same."""
-    number = re.search(r"\d\d+", key)
-    known = {k: gpu.name for k, gpu in _BY_KEY.items() if not gpu.name.startswith("V100")}
-    alike = [k for k, name in known.items() if number and re.findall(r"\d\d+", name)[:1] == [number[0]]]
-    begin = [k for k in alike if key.startswith(k)]
-    near = [max(begin, key=len)] if begin else get_close_matches(key, alike, 3, 0.0)
-    letters = lambda text: re.sub(r"\d", "", text)
-    near = near or get_close_matches(key, [k for k in known if letters(k) == letters(key)], 1, 0.75)
-    names = [known[k] for k in near]
-    listed = " or ".join([", ".join(names[:-1])] * (len(names) > 1) + names[-1:])
-    return f"Perhaps {listed}" if names else "Name a GPU like rtx4090, a6000 or l40s"
