@@ -280,17 +280,16 @@ class Scan(NamedTuple):
     columns: int  # of values that a program owns
     keys: int  # columns of keys, and of values, that _gradients takes at a time
     values: int
-    warps: int
-    wide_warps: int  # of _gradients
+    warps: int  # of _gradients
     precision: Literal["ieee", "tf32"]  # of fp32 products; those of bf16 are exact
 
 
 @cache
 def scan(device: torch.device, D: int, E: int, itemsize: int) -> Scan:
-    """Launches for states (D, E). In bf16, chunks of 64 rows with 4 warps or more are wrong on an H100 (Triton 3.6)."""
+    """Launches for states (D, E). In bf16, chunks of 64 rows are wrong on an H100 (Triton 3.6)."""
     width, columns, here = max(16, power2(D)), max(16, power2(E)), chip(device).arch
     if itemsize == 4 or here == 0:
         few = min(16, columns)
-        return Scan(ROWS_OF_SCANS, width, few, min(32, width), few, 4, 4, "ieee")
+        return Scan(ROWS_OF_SCANS, width, few, min(32, width), few, 4, "ieee")
     own = min(64 if max(width, columns) <= 128 else 32, columns)
-    return Scan(ROWS_OF_SCANS, width, own, min(64, width), min(64, columns), 4, 8, "tf32")
+    return Scan(ROWS_OF_SCANS, width, own, min(64, width), min(64, columns), 8, "tf32")

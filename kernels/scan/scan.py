@@ -14,6 +14,9 @@ from trireme.kernels.scan import backward, forward
 
 LOCAL = 32  # columns of keys that a program of forward._local multiplies at once
 BLOCK = 16  # rows that it inverts one by one
+# Of kernels that go through documents. Their sums are operands in registers: of 64 rows 8 warps of an H100 have another
+# layout in each product, which Triton 3.6 gets wrong; 2 warps have no room for a state of 256 keys.
+WARPS = 4
 
 
 class _Inputs(NamedTuple):
@@ -83,7 +86,7 @@ def scan_bwd(
     d_states, d_deltas = torch.empty_like(states), torch.empty(v.shape, dtype=v.dtype, device=v.device)
     backward._walk_back[(len(docs.lengths) * H * cdiv(E, set_.columns),)](
         dout, q, k, g, beta, docs.cu_seqlens, T, P, d_deltas, d_states, q.stride(0), k.stride(0),
-        K, H, D, E, set_.rows, set_.width, set_.columns, set_.precision, num_warps=set_.warps, num_stages=1,
+        K, H, D, E, set_.rows, set_.width, set_.columns, set_.precision, num_warps=WARPS, num_stages=1,
     )  # fmt: skip
     del T, P
     tiles = docs.query_tiles[set_.rows]
@@ -93,7 +96,7 @@ def scan_bwd(
     backward._gradients[(len(tiles) * H,)](
         dout, q, k, v, g, beta, tiles, deltas, d_deltas, states, d_states, skip, *each, dv, dg, dbeta, d_skip,
         q.stride(0), k.stride(0), v.stride(0), each[0].stride(0), each[1].stride(0), dv.stride(0),
-        K, H, D, E, set_.rows, set_.keys, set_.values, set_.precision, num_warps=set_.wide_warps, num_stages=1,
+        K, H, D, E, set_.rows, set_.keys, set_.values, set_.precision, num_warps=set_.warps, num_stages=1,
     )  # fmt: skip
     for own, heads in zip((dq, dk), each, strict=True):
         if own is not heads:
@@ -141,5 +144,5 @@ def _forward(
     forward._forward[(len(a.docs.lengths) * H * cdiv(E, set_.columns),)](
         a.q, a.k, a.v, a.g, a.beta, a.docs.cu_seqlens, T, P, skip, out, final, deltas, states,
         a.q.stride(0), a.k.stride(0), a.v.stride(0), K, H, D, E, set_.rows, set_.width, set_.columns, set_.precision,
-        num_warps=set_.warps, num_stages=1,
+        num_warps=WARPS, num_stages=1,
     )  # fmt: skip

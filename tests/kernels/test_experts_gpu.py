@@ -157,7 +157,7 @@ def test_what_the_library_does_not_take_is_ours():
 def by_triton(monkeypatch, *given) -> None:
     """gradients.grouped_add_ by the kernel of other chips."""
     with monkeypatch.context() as usual:
-        usual.setattr(hopper, "suits", lambda *_: False)
+        usual.setattr(gradients, "suits_hopper", lambda *_: False)
         gradients.grouped_add_(*given)
 
 
