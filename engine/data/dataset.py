@@ -79,7 +79,6 @@ class Dataset:
     codec: Codec | None
     report: Report
     held_out: Dataset | None = None
-    left_out: int = 0  # sequences without a label
     scratch: Temporary | None = field(default=None, repr=False)  # removed with this object
     reference: np.ndarray | None = field(default=None, repr=False)  # (pieces,) float64, as a MicroBatch's
     teacher: Teacher | None = field(default=None, repr=False)  # what it says of each piece
@@ -362,9 +361,9 @@ def _lay_out(
         why = "" if all(map(is_text, files)) else ", or answer only after it"
         limit = f"--seq-len {options.seq_len}{why}. Raise it: {fitted.longest} keeps all."
         raise InputError(f"no row is left: all are longer than {limit}")
-    pieces, bounds, left_out = documents.packed(fitted.pieces, options.room, options.pack, options.scored)
+    pieces, bounds = documents.packed(fitted.pieces, options.room, options.pack, options.scored)
     n = len(bounds) - 1
     used = float(pieces["length"].sum()) / (n * options.room)
     reports = tuple(FileReport.of(str(source), source.weight, file) for source, file in zip(named, files, strict=True))
     report = Report(reports, Counts.of(rows), replace(fitted, pieces=fitted.pieces[:0]), options, n, used)
-    return Dataset(files, pieces, bounds, options, codec, report, left_out=left_out)
+    return Dataset(files, pieces, bounds, options, codec, report)

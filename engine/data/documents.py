@@ -181,11 +181,12 @@ def _learns(piece: np.void, files: Sequence[TokenFile]) -> bool:
     return bool(trained.any())
 
 
-def packed(pieces: np.ndarray, room: int, together: bool, scored: bool) -> tuple[np.ndarray, np.ndarray, int]:
-    """(pieces (m,) in order, bounds of sequences (n + 1,), how many sequences without a label are left out).
+def packed(pieces: np.ndarray, room: int, together: bool, scored: bool) -> tuple[np.ndarray, np.ndarray]:
+    """(pieces (m,) in the order of sequences, bounds (sequences + 1,)).
 
     pieces (n, documents of a row). `together`: several rows in a sequence of `room` tokens. A text may end in a piece
-    of one token, which has no label; it is left out after packing, so that other sequences do not depend on it.
+    of one token, which has no label: a sequence of such pieces is left out after packing, so that others do not depend
+    on it.
     """
     width, lengths = pieces.shape[1], pieces["length"].sum(1, dtype=np.int64)
     order, bounds = best_fit(lengths, room) if together else (np.arange(len(lengths)), np.arange(len(lengths) + 1))
@@ -194,7 +195,7 @@ def packed(pieces: np.ndarray, room: int, together: bool, scored: bool) -> tuple
     keep = np.add.reduceat(has_label, bounds[:-1], dtype=np.int64) > 0
     counts = np.diff(bounds)
     starts = np.concatenate([[0], np.cumsum(counts[keep])]).astype(np.int64)
-    return flat[np.repeat(keep, counts)], starts, int((~keep).sum())
+    return flat[np.repeat(keep, counts)], starts
 
 
 def best_fit(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray]:

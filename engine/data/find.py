@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import glob
 import os
 import re
@@ -438,8 +437,7 @@ class Rows:
                 self._raw = raw
                 yield from self._parsed(path, unpacked(path, raw), lines)
         except UnicodeDecodeError as error:
-            where = f" line {line}" if (line := _first_bad_line(path)) else ""
-            raise InputError(f"{path}{where} is not UTF-8 ({error.reason}). Convert it with iconv.") from None
+            raise InputError(f"{path} is not UTF-8 ({error.reason}). Convert it with iconv.") from None
         except DAMAGES as error:
             if getattr(error, "errno", None) or path.suffix.lower() not in PACKINGS:
                 raise
@@ -457,17 +455,3 @@ class Rows:
         if kind in TEXTS:
             return documents(path, file, self._separators)
         return json_lines(file) if lines else json_values(path, file)
-
-
-def _first_bad_line(path: Path) -> int:
-    """The first line that is not UTF-8, or 0. A decoder that reads blocks does not say."""
-    decoder, number = codecs.getincrementaldecoder("utf-8")(), 1
-    with path.open("rb") as raw:
-        file = unpacked(path, raw)
-        while part := file.readline(1 << 20):
-            try:
-                decoder.decode(part)
-            except UnicodeDecodeError:
-                return number
-            number += part.endswith(b"\n")
-    return 0

@@ -34,14 +34,16 @@ TALKS = {
     "system": [SYSTEM, user("Hi there"), said("Hello."), user("Bye"), said("Bye.")],
     "short words": [user("2 + 2 is?"), said("4"), user("4 + 4 is?"), said("8")],
     "context": [user("Hi"), said("Hello.", train=False), user("Name a fern"), said("Bracken.")],
-    "thoughts": [user("Q"), said("First.", reasoning_content="One."), user("R"), said("Second.", reasoning_content="Two.")],
+    "thoughts": [user("Q"), said("First.", reasoning_content="One."),
+                 user("R"), said("Second.", reasoning_content="Two.")],
     "thoughts inside": [user("Q"), said("<think>\nhm\n</think>\n\nDone."), user("R"), said("Again.")],
     "call": [user("Q"), said("", tool_calls=[CALL({"port": "Ayr"})]), TOOL("2.1 m"), said("2.1 m.")],
     "words and call": [user("Q"), said("Look.", tool_calls=[CALL('{"port": "Ayr"}')]), TOOL("2.1 m"), said("2.1 m.")],
     "two calls": [user("Q"), said("", tool_calls=[CALL({"port": "Ayr"}), CALL({"port": "Oban"}, "abc123XYW")]),
                   TOOL("2.1 m"), TOOL("1 m", "abc123XYW"), said("2.1 m and 1 m.")],
     "call after call": [user("Q"), said("", tool_calls=[CALL({"port": "Ayr"})]), TOOL("2.1 m"),
-                        said("And", tool_calls=[CALL({"port": "Oban"}, "abc123XYW")]), TOOL("1 m", "abc123XYW"), said("Both.")],
+                        said("And", tool_calls=[CALL({"port": "Oban"}, "abc123XYW")]),
+                        TOOL("1 m", "abc123XYW"), said("Both.")],
     "last call": [user("Q"), said("", tool_calls=[CALL({"port": "Ayr"})])],
     "first turn": [said("Welcome!"), user("Hi"), said("Hello.")],
     "two answers": [user("Hi"), said("One."), said("Two.")],
@@ -147,14 +149,24 @@ def test_texts_of_transformers(name, tmp_path):
     assert n >= 3
 
 
+ASKED = "{% if add_generation_prompt %}<assistant>{% endif %}"
 FOUND = [  # template, talk, what is trained, joined by |
     (CHATML, "one turn", "Hello.<|im_end|>"),
     (BUILT_IN["plain"], "one turn", "Hello.</s>"),
     (BUILT_IN["chatml"], "context", "Bracken.<|im_end|>"),
-    ("{% for m in messages %}{{ '<' + m.role + '>' + m.content }}{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}", "short words", "4|8"),
-    ("{% for m in messages %}{{ m.content if m.role == 'user' else ' A: ' + m.content + eos_token }}{% endfor %}", "short words", "4</s>|8</s>"),
-    ("{% for i in range(messages|length) %}{{ '[' + messages[i].role + ']' + messages[i].content + '\n' }}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}", "equal words", "same|same"),
-]  # fmt: skip
+    ("{% for m in messages %}{{ '<' + m.role + '>' + m.content }}{% endfor %}" + ASKED, "short words", "4|8"),
+    (
+        "{% for m in messages %}{{ m.content if m.role == 'user' else ' A: ' + m.content + eos_token }}{% endfor %}",
+        "short words",
+        "4</s>|8</s>",
+    ),
+    (
+        "{% for i in range(messages|length) %}{{ '<' + messages[i].role + '>' + messages[i].content }}{% endfor %}"
+        + ASKED,
+        "equal words",
+        "same|same",
+    ),
+]
 
 
 @pytest.mark.parametrize(("source", "talk", "trained"), FOUND)
@@ -179,7 +191,8 @@ def test_what_cannot_be_found_is_refused(source, talk, word):
 
 
 def test_the_end_of_turns_that_the_next_turn_begins():
-    glm = "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content }}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    glm = "{% for m in messages %}{{ '<|' + m.role + '|>' + m.content }}{% endfor %}"
+    glm += "{% if add_generation_prompt %}<|assistant|>{% endif %}"
     found, _ = marked(glm, TALKS["short words"], ("</s>", "<|user|>"))
     assert bracketed(found) == "<|user|>2 + 2 is?<|assistant|>[4<|user|>]4 + 4 is?<|assistant|>[8</s>]"
 
