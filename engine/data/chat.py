@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 
 from trireme.engine.data.forms import Chat
 from trireme.engine.data.read import BadRow, Fields, unread_keys
-from trireme.engine.data.template import PROBE, THOUGHTS, Rendering, Span, Template, thoughts_of
+from trireme.engine.data.template import ALPACA, PROBE, THOUGHTS, Rendering, Span, Template, thoughts_of
 from trireme.engine.data.tools import number_calls
 from trireme.storage.untrusted import NAME
 
@@ -82,6 +82,11 @@ class ChatTemplate:
         self._stops, self._eos = tuple(stops), eos or ""
         self.date = date if any("strftime_now" in source for source in sources.values()) else None  # that is written
         self._parts: list[Any] = [sources, variables, *([self.date] if self.date else [])]
+
+    @property
+    def speaks_alpaca(self) -> bool:
+        """Whether rows of alpaca keep their own wording, with their input apart: the template's is that of Alpaca."""
+        return any(ALPACA in source for source in self._parts[0].values())
 
     @cached_property
     def fingerprint(self) -> str:

@@ -58,6 +58,7 @@ class Facts(NamedTuple):
     notes: tuple[str, ...]  # for the user
     template_notes: tuple[str, ...]  # on conversations without tools
     tool_notes: tuple[str, ...]  # on those with tools
+    alpaca: bool = False  # the template has the wording of Alpaca
 
 
 class Codec:
@@ -243,6 +244,7 @@ class _Programs:
             t.notes,
             (*template.notes(False), *cuts) if template else (),
             (*template.notes(True), *cuts) if template else (),
+            template is not None and template.speaks_alpaca,
         )
 
     def _cut_marks(self, template: ChatTemplate) -> list[str]:

@@ -18,6 +18,7 @@ from trireme.engine.data.encode import COUNTED, Encoded, pieces, size
 from trireme.engine.data.find import DataFile, Rows
 from trireme.engine.data.forms import Chat, Example, Ids, Text, with_system
 from trireme.engine.data.read import BadRow, Row
+from trireme.engine.data.template import ALPACA
 from trireme.engine.data.tokens import TokenFile, Writer, digest, evict, has_room, key_of, opened
 from trireme.models.config import InputError
 from trireme.storage.untrusted import shown
@@ -247,7 +248,8 @@ class _File:
         if isinstance(example, Chat):
             example = with_system(example, o.system) if o.system else example
             example = example._replace(variables={**o.variables, **(example.variables or {})} or None)
-            if codec.facts.template is not None:
+            alpaca = codec.facts.alpaca and example.plain is not None and example.plain.text.startswith(ALPACA)
+            if codec.facts.template is not None and not (alpaca and not o.system):
                 return example
             if example.plain is None:
                 raise InputError(

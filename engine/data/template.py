@@ -364,7 +364,68 @@ def _built_in(begin: tuple[str, str], end: str) -> str:
     return re.sub(r"BEGIN\(([^)]*)\)", rf"'{begin[0]}' + \1 + '{begin[1]}'", _BUILT_IN).replace("END", end)
 
 
+_LLAMA3 = """\
+{{- bos_token }}
+{%- for message in messages %}
+    {{- '<|start_header_id|>' + message.role + '<|end_header_id|>\\n\\n' }}
+    {%- if message.role == 'assistant' %}
+        {%- generation %}{{- message.content | trim + '<|eot_id|>' }}{%- endgeneration %}
+    {%- else %}
+        {{- message.content | trim + '<|eot_id|>' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\\n\\n' }}{% endif %}
+"""
+# The others have no system role: it stands before the first question.
+_TURNS = """\
+{{- bos_token }}
+{%- set first = messages[0].content if messages[0].role == 'system' else '' %}
+{%- for message in messages %}
+    {%- if message.role == 'user' %}
+        {%- set before = first + '\\n\\n' if first and loop.index0 == 1 else '' %}
+        {{- ASKED(before + message.content | trim) }}
+    {%- elif message.role == 'assistant' %}
+        {{- 'BEGIN' }}
+        {%- generation %}{{- message.content | trim + END }}{%- endgeneration %}
+        {{- 'AFTER' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ 'BEGIN' }}{% endif %}
+"""
+ALPACA = "Below is an instruction that describes a task"
+_ALPACA = """\
+{{- bos_token }}
+{%- if messages[0].role == 'system' %}
+    {{- messages[0].content }}
+{%- else %}
+    {{- 'WORDS. Write a response that appropriately completes the request.' }}
+{%- endif %}
+{{- '\\n\\n' }}
+{%- for message in messages %}
+    {%- if message.role == 'user' %}
+        {{- '### Instruction:\\n' + message.content + '\\n\\n' }}
+    {%- elif message.role == 'assistant' %}
+        {{- '### Response:\\n' }}
+        {%- generation %}{{- message.content + eos_token }}{%- endgeneration %}
+        {{- '\\n\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '### Response:\\n' }}{% endif %}
+""".replace("WORDS", ALPACA)
+
+
+def _turns(asked: tuple[str, str], begin: str, end: str, after: str) -> str:
+    text = re.sub(r"ASKED\((.*)\) }}", rf"'{asked[0]}' + \1 + '{asked[1]}' }}}}", _TURNS)
+    return text.replace("BEGIN", begin).replace("END", end).replace("AFTER", after)
+
+
 BUILT_IN = {  # plain: the tokenizer's end token follows every message
     "plain": _built_in(("<|", r"|>\\n"), "eos_token"),
     "chatml": _built_in(("<|im_start|>", r"\\n"), "'<|im_end|>'"),
+    "llama3": _LLAMA3,
+    "gemma": _turns(
+        (r"<start_of_turn>user\\n", r"<end_of_turn>\\n"), r"<start_of_turn>model\n", "'<end_of_turn>'", r"\n"
+    ),
+    "mistral": _turns(("[INST] ", " [/INST]"), " ", "eos_token", ""),
+    "alpaca": _ALPACA,
 }

@@ -30,7 +30,17 @@ from trireme.engine.planner.host import are_equal, choose_device, choose_gpus, d
 from trireme.engine.planner.machine import pinnable, this_machine
 from trireme.engine.planner.rates import Machine, assume, reserved
 from trireme.engine.run import config_file, folder, screen
-from trireme.engine.run.opening import KINDS, Opened, alpha_of, is_absent, open_model, pad_of, parameters, preference_of
+from trireme.engine.run.opening import (
+    KINDS,
+    Opened,
+    alpha_of,
+    in_wording,
+    is_absent,
+    open_model,
+    pad_of,
+    parameters,
+    preference_of,
+)
 from trireme.engine.run.options import Every, Options, flag
 from trireme.engine.run.planning import DTYPES, Planner, misfit
 from trireme.engine.run.record import Fixed, Snapshot
@@ -173,6 +183,7 @@ def make(o: Options, begun: Snapshot | None = None, by_rule: bool = False) -> Jo
         planner.refuse_early()
     with clock.at("tokens"):
         data = read_data(o, opened)
+    opened = in_wording(o, opened, data)
     if fixed and data and fingerprint(data) != fixed.data:
         raise InputError(f"--resume {o.out}: {_other_data(o, begun)}")
     planner = replace(planner, limits=less_tables(limits, data, o, opened.cfg))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from trireme.engine.data.codec import Codec, load_codec
-from trireme.engine.data.dataset import find_labels
+from trireme.engine.data.dataset import Dataset, find_labels
 from trireme.engine.data.prepare import Kind
 from trireme.engine.data.taught import is_scores, read_names
 from trireme.engine.planner.sizes import find_model
@@ -38,7 +38,7 @@ from trireme.models.config import (
     scored,
 )
 from trireme.models.losses.preferences import METHODS, Preference
-from trireme.storage.auxiliary import CONTENT, auxiliary_files, content_of
+from trireme.storage.auxiliary import CONFIG, CONTENT, TEMPLATE, auxiliary_files, content_of
 from trireme.storage.checkpoint import Source
 
 # Options that belong to some methods, need one of other options, or exclude some.
@@ -118,6 +118,21 @@ def as_written(
         names = names or (o.labels if len(o.labels) == cfg.scores else ()) or names_in(config, cfg.scores)
         source = with_config(cfg, source, config, names, pad_of(o, codec))
     return source
+
+
+def in_wording(o: Options, opened: Opened, data: Dataset | None) -> Opened:
+    """`opened` with a chat template for the output if rows of alpaca were read in their own wording: then `sample` and
+    other programs ask as the rows do.
+    """
+    facts = opened.codec.facts if opened.codec else None
+    if data is None or facts is None or facts.template or not any("alpaca" in file.forms for file in data.report.files):
+        return opened
+    codec = load_codec(o.tokenizer or o.model, "alpaca")
+    assert codec is not None
+    files = auxiliary_files(Path(o.tokenizer or o.model), None, codec.facts.chosen)
+    codec.close()
+    own = {name: files[name] for name in (TEMPLATE, CONFIG) if name in files}
+    return replace(opened, source=replace(opened.source, auxiliary=opened.source.auxiliary | own))
 
 
 def check_method(o: Method) -> None:

@@ -39,8 +39,8 @@ from trireme.kernels import host_adamw
 from trireme.models.config import InputError
 from trireme.models.losses.preferences import Documents
 from trireme.storage import folders
-from trireme.storage.auxiliary import CONTENT
-from trireme.storage.files import NoSnapshot, StoreError, remove_folders, stream
+from trireme.storage.auxiliary import CONTENT, TEMPLATE
+from trireme.storage.files import NoSnapshot, StoreError, remove_folders, replace_synced, stream
 from trireme.storage.shards import DAMAGED, Damaged
 from trireme.storage.snapshots import NO_WAY_BACK
 from trireme.storage.store import Store
@@ -393,8 +393,12 @@ class Training:
         job = self.job
         if job.cfg.lora is not None:
             save_adapter(folder, job.cfg, reader, *hub.base_of(job.options.model))
-            self.exported += sum((folder / name).stat().st_size for name in (CONFIG, WEIGHTS))
-            return {name: checksum(stream(folder / name)) for name in (CONFIG, WEIGHTS)}
+            names = [CONFIG, WEIGHTS]
+            if isinstance(template := job.source.auxiliary.get(TEMPLATE), bytes):  # which the base has not
+                replace_synced(folder / TEMPLATE, template)
+                names.append(TEMPLATE)
+            self.exported += sum((folder / name).stat().st_size for name in names)
+            return {name: checksum(stream(folder / name)) for name in names}
         exchange = Exchange(job.cfg, job.source, self.engine.placement, reader=reader)
         with screen.working("writing the checkpoint", 2 * job.source.nbytes) as more:  # and reading it back
             sums = exchange.save(folder, more)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from chats import CHATML, make_tokenizer
-from finished_runs import CLASSES, PAIRS, RUNS
+from finished_runs import ALPACA, CLASSES, PAIRS, RUNS
 from runs import make_small, tuned, write_rows
 from tiny import LLAMA, oracle
 
@@ -36,6 +36,7 @@ def finished(tmp_path_factory):
     folder, done = make_small(tmp_path_factory.mktemp("finished")), {}
     write_rows(folder / "pairs.jsonl", PAIRS)
     write_rows(folder / "classes.jsonl", CLASSES)
+    write_rows(folder / "alpaca.jsonl", ALPACA)
 
     def run(name: str) -> tuple[Path, Path]:
         if name not in done:

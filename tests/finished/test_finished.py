@@ -63,8 +63,9 @@ def test_loss_is_that_of_transformers(finished, tmp_path):
 
 
 @pytest.mark.full
-def test_merged_later_it_is_the_same(finished, said, tmp_path):
-    out, _ = finished("lora")
+@pytest.mark.parametrize("name", ["lora", "alpaca lora"])
+def test_merged_later_it_is_the_same(name, finished, said, tmp_path):
+    out, _ = finished(name)
     said("merge", out, "--out", tmp_path / "later")
     names = {p.name for p in (out / "merged").iterdir()}
     assert {p.name for p in (tmp_path / "later").iterdir()} == names

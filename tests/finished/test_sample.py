@@ -152,6 +152,23 @@ def test_the_oldest_turns_are_left_out_where_the_model_is_full(here, said, monke
     assert "warning" not in lines
 
 
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["alpaca", "alpaca lora"])
+def test_a_model_that_learned_alpaca_is_asked_in_its_wording(name, finished, said):
+    """Its rows had no chat template; --chat has one now, and so has transformers."""
+    out, _ = finished(name)
+    wording = (
+        "Below is an instruction that describes a task. Write a response that appropriately completes the request."
+        "\n\n### Instruction:\nName the cat\n\n### Response:\n"
+    )
+    for folder in (out, out / "merged") if "lora" in name else (out,):
+        asked = trireme.sample(folder, "Name the cat", max_new_tokens=NEW)
+        assert asked == trireme.sample(folder, wording, max_new_tokens=NEW, as_text=True)
+    messages = [{"role": "user", "content": "Name the cat"}]
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True).endswith(wording)
+
+
 # ---------------------------------------------------------------- Python, and the demo
 
 

@@ -13,6 +13,7 @@ from trireme.engine.tuning.packed import check_packing
 from trireme.engine.tuning.parts import open_checkpoint
 from trireme.engine.tuning.peft import scored_by
 from trireme.models.config import InputError, read_config
+from trireme.storage.auxiliary import TEMPLATE
 from trireme.storage.untrusted import quoted
 
 
@@ -28,7 +29,8 @@ def run(o: Merge) -> None:
     cfg = scored_by(folder, read_config(base, kept.rope_factor))
     source = open_checkpoint(base, cfg.packing, screen.warn)
     check_packing(cfg, source, screen.warn)
-    source = opening.as_written(replace(kept, model=base, merge=True, data=()), cfg, source)
+    template = kept.chat_template or (str(folder / TEMPLATE) if (folder / TEMPLATE).is_file() else None)
+    source = opening.as_written(replace(kept, model=base, merge=True, chat_template=template), cfg, source)
     merge_folder(folder, cfg, source, out, screen.say, screen.working)
     screen.say(f"output   {out}/: the model with its adapter, read back")
     screen.say(f"next     trireme sample {quoted(out)} --chat, or open it with transformers")

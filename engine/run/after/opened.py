@@ -43,6 +43,7 @@ from trireme.engine.tuning.peft_config import CONFIG
 from trireme.models import hf
 from trireme.models.config import InputError, ModelConfig, read_config, read_raw
 from trireme.models.sizes import shapes
+from trireme.storage.auxiliary import TEMPLATE
 from trireme.storage.checkpoint import Source
 from trireme.storage.devices import Device, open_device, open_reader
 from trireme.storage.temporary import Temporary
@@ -73,7 +74,9 @@ class Finished:
         """Tokenizer and chat template: those given, else those of the model's folder, its run or its base."""
         own = self.name if (Path(self.name) / "tokenizer.json").is_file() else None
         where = o.tokenizer or own or self.run.tokenizer or self.base
-        template = o.chat_template or (None if own and own == where else self.run.chat_template)
+        written = Path(self.name) / TEMPLATE if self.adapter else None
+        written = str(written) if written and written.is_file() else None
+        template = o.chat_template or written or (None if own and own == where else self.run.chat_template)
         codec = load_codec(where, template, date.today().isoformat())
         if codec is None:
             raise InputError(f"{where} has no tokenizer.json. Name a folder that has one: --tokenizer DIR.")
