@@ -16,7 +16,7 @@ from trireme.engine.activations import saved_tensors
 from trireme.engine.build import Engine, Inputs, Packed
 from trireme.engine.memory import Buffer, Use
 from trireme.engine.queues.task import Task
-from trireme.engine.weights import Part
+from trireme.engine.weights import LayerPart
 from trireme.models import head, model
 from trireme.models.config import ModelConfig
 from trireme.models.losses.comparison import Comparison
@@ -25,7 +25,7 @@ from trireme.models.sizes import measure
 # ---------------------------------------------------------------- forward
 
 
-def forward_embedding(e: Engine, b: int, w: Part, mb: Inputs, train: bool) -> Task:
+def forward_embedding(e: Engine, b: int, w: LayerPart, mb: Inputs, train: bool) -> Task:
     """Embeds a micro-batch's tokens."""
     out = e.activations.x[1][b].fill(mb.tokens, again=train)
 
@@ -37,7 +37,7 @@ def forward_embedding(e: Engine, b: int, w: Part, mb: Inputs, train: bool) -> Ta
     return e.compute("forward", 0, forward, (w, out))
 
 
-def forward_block(e: Engine, u: int, b: int, w: Part, mb: Inputs, train: bool) -> Task:
+def forward_block(e: Engine, u: int, b: int, w: LayerPart, mb: Inputs, train: bool) -> Task:
     """Forward of a block, or of a slice of its experts: the last slice writes the layer's output and saves
     tensors.
     """
@@ -70,7 +70,7 @@ class Into(NamedTuple):
     comparison: Comparison | None = None  # gives the losses' factors
 
 
-def take_head(e: Engine, b: int, w: Mapping[int, Part], mb: Inputs, take: Take) -> Task:
+def take_head(e: Engine, b: int, w: Mapping[int, LayerPart], mb: Inputs, take: Take) -> Task:
     """Gives the head's input of micro-batch b to `take`."""
     u, x = e.geo.head, e.activations.x[e.geo.head][b].read()
 
@@ -82,7 +82,7 @@ def take_head(e: Engine, b: int, w: Mapping[int, Part], mb: Inputs, take: Take) 
 
 
 def loss(
-    e: Engine, b: int, w: Mapping[int, Part], mb: Inputs, losses: list[Tensor], parts: list[Tensor], into: Into
+    e: Engine, b: int, w: Mapping[int, LayerPart], mb: Inputs, losses: list[Tensor], parts: list[Tensor], into: Into
 ) -> Task:
     """Sets `losses[b]` to the losses of micro-batch b's tokens, times their factors, and adds gradients.
 
@@ -130,7 +130,7 @@ def head_losses(
 # ---------------------------------------------------------------- backward
 
 
-def backward_block(e: Engine, u: int, b: int, w: Part, mb: Inputs) -> Task:
+def backward_block(e: Engine, u: int, b: int, w: LayerPart, mb: Inputs) -> Task:
     """Backward of a block, or of a slice of its experts: the last slice reads saved tensors and writes the input's
     gradient.
     """
@@ -167,7 +167,7 @@ def backward_embedding(e: Engine, b: int, mb: Inputs) -> Task:
 # ---------------------------------------------------------------- tensors
 
 
-def weights_of(e: Engine, part: Part) -> Any:
+def weights_of(e: Engine, part: LayerPart) -> Any:
     """The weights of a layer in use, as model.weights gives them. None in a simulation."""
     if e.queues.simulated:
         return None

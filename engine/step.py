@@ -33,7 +33,7 @@ from trireme.engine.memory import NOTHING
 from trireme.engine.optimizer import StepStats
 from trireme.engine.queues.names import numbered
 from trireme.engine.queues.task import Task
-from trireme.engine.weights import Part
+from trireme.engine.weights import LayerPart
 from trireme.models.config import InputError
 from trireme.models.head import HeadWeights
 from trireme.models.losses.comparison import Comparison
@@ -127,7 +127,7 @@ def stream_layers(e: Engine) -> Iterator[tuple[int, Any]]:
         yield from _streamed(e, list(w.values()))
 
 
-def _streamed(e: Engine, parts: Sequence[Part]) -> Iterator[tuple[int, Any]]:
+def _streamed(e: Engine, parts: Sequence[LayerPart]) -> Iterator[tuple[int, Any]]:
     """Yields the first of `parts`, which are used together, and frees all of them after it."""
     part = parts[0]
     queue, whole = numbered("compute", e.gpu(part.u)), e.geo.weights[part.u].span + e.geo.base[part.u].span

@@ -130,12 +130,12 @@ def pooled(part: OnGpu) -> bool:
 # ---------------------------------------------------------------- all of a layer's
 
 
-class LayerWeights:
+class UnitWeights:
     """A layer's trained and frozen weights, and `decoded`, what a pass makes of them. `parts` compute with them."""
 
     def __init__(self, u: int, name: str, trained: OnGpu, frozen: OnGpu):
         self.u, self.name, self.trained, self.frozen = u, name, trained, frozen
-        self.parts: list[Part] = []
+        self.parts: list[LayerPart] = []
         self.decoded: Buffer | None = None
         self.before: Callable[[int], None] | None = None  # called before they come
         self.last: tuple[Task, ...] = ()  # reader
@@ -162,10 +162,10 @@ class LayerWeights:
         return named | (views(geo.decoded[self.u], self.decoded.tensor) if self.decoded is not None else {})
 
 
-class Part:
+class LayerPart:
     """What a task computes with: a layer's weights, and of experts that come in slices one slice, from `own`."""
 
-    def __init__(self, layer: LayerWeights, geo: Geometry, v: int | None = None, own: OnGpu | None = None):
+    def __init__(self, layer: UnitWeights, geo: Geometry, v: int | None = None, own: OnGpu | None = None):
         """`v`: the slice's number as a unit of frozen weights; None: the layer has no slices."""
         self.layer, self.u, self.v, self.own = layer, layer.u, layer.u if v is None else v, own
         self.name = layer.name if v is None else geo.base_names[v]
@@ -210,9 +210,9 @@ class WeightStream:
         self.placement, self.geo, self.plan, self.queues = placement, placement.geo, placement.plan, placement.queues
         self.for_decoded = placement.gpu_pools("decoded")
         trained, frozen = list(self._stored("weights", "weights pool")), list(self._stored("base", "base pool"))
-        self.layers = [LayerWeights(u, name, trained[u], frozen[u]) for u, name in enumerate(self.geo.names)]
+        self.layers = [UnitWeights(u, name, trained[u], frozen[u]) for u, name in enumerate(self.geo.names)]
         for layer, numbers in zip(self.layers, self.geo.slices_of, strict=True):
-            layer.parts = [Part(layer, self.geo, v, frozen[v]) for v in numbers] or [Part(layer, self.geo)]
+            layer.parts = [LayerPart(layer, self.geo, v, frozen[v]) for v in numbers] or [LayerPart(layer, self.geo)]
         self.coming = Prefetch()
         self.uses: deque[int] = deque()  # of layers to come in this pass
         self.in_use: set[int] = set()  # layers
@@ -251,7 +251,7 @@ class WeightStream:
             coming += [(0 if in_order else self.plan.units[layer.u].gpu, item) for item in items]
         self.coming.expect(coming)
 
-    def parts(self, u: int, backward: bool = False) -> Iterator[Part]:
+    def parts(self, u: int, backward: bool = False) -> Iterator[LayerPart]:
         """Yields what layer u is computed with, one part after the other; frees each after use."""
         for part in self._begin(u, backward).parts:
             part.fetch()
@@ -261,14 +261,14 @@ class WeightStream:
         self._end(u)
 
     @contextmanager
-    def of_losses(self) -> Iterator[dict[int, Part]]:
+    def of_losses(self) -> Iterator[dict[int, LayerPart]]:
         """A context with what a loss reads, by unit."""
         read = read_by_loss(self.geo)
         yield {v: self._begin(v).parts[0] for v in read}
         for v in read:
             self._end(v)
 
-    def _begin(self, u: int, backward: bool = False) -> LayerWeights:
+    def _begin(self, u: int, backward: bool = False) -> UnitWeights:
         """Takes layer u into use: waits for nothing, but starts its copy and its decoding."""
         layer = self.layers[u]
         if u in self.uses:
@@ -308,12 +308,12 @@ class WeightStream:
             self._release(layer.u)
 
     @property
-    def held(self) -> list[LayerWeights]:
+    def held(self) -> list[UnitWeights]:
         """The layers that are in use or have buffers of pools."""
         of = lambda layer: (weights for part in layer.parts for weights in part.stored)
         return [layer for layer in self.layers if layer.u in self.in_use or any(map(pooled, of(layer)))]
 
-    def _decode(self, layer: LayerWeights, backward: bool) -> Buffer:
+    def _decode(self, layer: UnitWeights, backward: bool) -> Buffer:
         """Takes a buffer and queues what makes a pass's codes and decoded matrices, if it needs any."""
         u, geo, gpu = layer.u, self.geo, self.plan.units[layer.u].gpu
         decoded, nbytes = self.for_decoded[gpu].acquire(geo.names[u]), geo.decode_bytes[u][backward]

@@ -22,7 +22,7 @@ from trireme.engine.buffers import buffers, fits, usage
 from trireme.engine.build import build, inputs_on
 from trireme.engine.geometry import Geometry
 from trireme.engine.plan import TIERS, DoesNotFit, Limits, UnitPlan
-from trireme.engine.planner.forward import forward_plan
+from trireme.engine.planner.forward_only import forward_plan
 from trireme.engine.planner.rates import Rates
 from trireme.engine.planner.simulate import SimulatedQueues
 from trireme.engine.queues.real import InlineQueues, RealQueues

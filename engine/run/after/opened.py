@@ -24,7 +24,7 @@ from trireme.engine.data.prepare import DataOptions, Kind
 from trireme.engine.exchange import Exchange
 from trireme.engine.geometry import Geometry
 from trireme.engine.plan import Plan
-from trireme.engine.planner.forward import forward_plan
+from trireme.engine.planner.forward_only import forward_plan
 from trireme.engine.planner.host import hold_to
 from trireme.engine.queues.real import RealQueues
 from trireme.engine.run import config_file, folder, screen
