@@ -150,9 +150,11 @@ def in_order(step: Sequence[InRam], losses: Sequence[torch.Tensor]) -> list[floa
 
 
 def with_reference(run: Training, stopped: Stopped) -> None:
-    """Gives the run's data the log-probabilities of the model before training, if the method compares with them: from
-    .run/reference.npz or the user's cache, else computed by the engine, which has that model or is given it. A pass that
-    was ended goes on behind what is known. Raises InputError, StoreError; KeyboardInterrupt if `stopped()`.
+    """Gives the run's data the log-probabilities of the model before training, if the method compares with them.
+
+    They are those of .run/reference.npz or of the user's cache, else computed by the engine, which has that model or is
+    given it. A pass that was ended goes on behind what is known. Raises InputError, StoreError; KeyboardInterrupt if
+    `stopped()`.
     """
     job, path = run.job, run.folder.run / folder.REFERENCE
     if job.preference is None or not job.preference.compares:
@@ -181,7 +183,7 @@ def with_reference(run: Training, stopped: Stopped) -> None:
         took = seconds(time.monotonic() - began)
         screen.say(f"compared {count(total // 2, pairs)}: the reference took {took}")
     for place in places if not here().host else ():
-        if not len(_read(place, key)) == total:
+        if len(_read(place, key)) != total:
             _write(place, key, known)
     n, held = len(job.data.pieces), job.data.held_out
     read = replace(job.data, reference=known[:n], held_out=held and replace(held, reference=known[n:]))

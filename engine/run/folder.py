@@ -47,7 +47,15 @@ from trireme.storage.untrusted import checksum, quoted
 RUN, STATE, NOTE, REFERENCE = ".run", "state.json", "best.json", "reference.npz"
 LOGS = ("config.yaml", "log.jsonl", "report.html", "trace.json")
 PARTS = (".*.partial", "tokens/*.tokens", "tokens/*.npz", "tokens/.*.partial", "tokens/stdin*", "teacher/scores.json")
-KNOWN = (STATE, REFERENCE, "log.jsonl", *PARTS, "teacher/*/part-*.safetensors", "teacher/**/.*.partial", f"host-*/{STATE}")
+KNOWN = (
+    STATE,
+    REFERENCE,
+    "log.jsonl",
+    *PARTS,
+    "teacher/*/part-*.safetensors",
+    "teacher/**/.*.partial",
+    f"host-*/{STATE}",
+)
 ADAPTER = "adapter_model.safetensors"
 UNFIT = {errno.EACCES, errno.EPERM, errno.EROFS, errno.EEXIST, errno.ENOENT, errno.ENOTDIR, errno.EINVAL}
 Save = Callable[[Path], Mapping[str, str]]  # writes a new folder, and returns its files' checksums by name

@@ -1,4 +1,4 @@
-"""A job: all that is decided before a run writes its first byte. `make` prints only warnings; report.py prints a job."""
+"""A job: all that is decided before a run writes its first byte. `make` prints warnings alone, report.py the job."""
 
 from __future__ import annotations
 

@@ -19,7 +19,8 @@ Point = tuple[float, float]
 STYLE = """
 body{font:15px/1.5 system-ui,sans-serif;max-width:860px;margin:2em auto;padding:0 1em;color:#222}
 h1{font-size:1.3em}h2{font-size:1.05em;margin-top:2em}pre{white-space:pre-wrap;background:#f6f6f4;padding:.7em}
-mark{background:#ffe08a}td,th{padding:.15em .9em .15em 0;text-align:left;vertical-align:top}th{color:#666;font-weight:400}
+mark{background:#ffe08a}td,th{padding:.15em .9em .15em 0;text-align:left;vertical-align:top}
+th{color:#666;font-weight:400}
 """
 
 

@@ -46,7 +46,7 @@ UNUSUAL = 30  # times the default learning rate
 
 
 def lines(job: Job) -> Iterator[str]:
-    """The report, in full with --verbose and of a dry run. What a dry run searches for comes when the rest is printed."""
+    """The report, in full with --verbose and of a dry run, whose search for what is faster comes last."""
     f, o, full = job.forecast, job.options, job.options.verbose or job.options.dry_run
     steps_s = job.total_steps * f.step.step_s if job.on_gpu else None
     writes = written(f, job.total_steps, events(job, 0, steps_s))
@@ -225,7 +225,8 @@ def _memory(job: Job) -> str:
     if not job.on_gpu:
         return f"{gib(gpu + ram)} of {gib(job.limits.both)} RAM (--verbose shows the parts)"
     on_ssd = f", {gb(ssd)} on the SSD" if ssd else ""
-    return f"{gib(gpu)} of {gib(job.limits.gpu)} GPU, {gib(ram)} of {gib(job.limits.ram)} RAM{on_ssd} (--verbose shows the parts)"
+    used = f"{gib(gpu)} of {gib(job.limits.gpu)} GPU, {gib(ram)} of {gib(job.limits.ram)} RAM{on_ssd}"
+    return f"{used} (--verbose shows the parts)"
 
 
 def _disk(job: Job) -> str:
@@ -246,7 +247,8 @@ def _notes(job: Job) -> Iterator[str]:
         yield f"warning: --lr {rate:g} is far above what is usual for {'adapters' if job.cfg.lora else 'all weights'}"
     if warmup >= total > 1:
         last = learning_rate(total, total, rate, o.schedule, warmup)
-        yield f"warning: the run ends within its warm-up of {warmup:,} steps, at lr {last:.1e} of {rate:.1e}. Lower --warmup"
+        within = f"within its warm-up of {warmup:,} steps, at lr {last:.1e} of {rate:.1e}"
+        yield f"warning: the run ends {within}. Lower --warmup"
     if rope and rope.kind == "longrope" and job.seq_len > rope.original_positions:
         yield "note: all rows take the long factors of longrope, where transformers takes the short ones for short rows"
     if o.max_steps and o.epochs:
@@ -276,8 +278,8 @@ def dry_line(job: Job) -> str:
 
 
 def estimate(job: Job, done: int = 0, measured: bool = False, step_s: float | None = None) -> dict[Part, float]:
-    """Seconds of each part of the run after `done` steps. `measured`: parts that have happened take their measured time,
-    a step `step_s`.
+    """Seconds of each part of the run after `done` steps. `measured`: parts that have happened take their measured
+    time, a step `step_s`.
     """
     clock, total = screen.clock(), job.total_steps
     steps_s = (total - done) * (step_s or job.forecast.step.step_s)

@@ -56,7 +56,8 @@ def wrapped(line: str, width: int) -> str:
         wrap.break_on_hyphens = False
         return "\n".join(wrap.wrap(whole)).replace("\0", " ")
     lines = [""]
-    for word in re.findall(r"\s*\S+", whole):  # wide characters may be divided anywhere
+    for each in re.findall(r"\s*\S+", whole):  # wide characters may be divided anywhere
+        word = each
         while cells(lines[-1] + word) > space:
             part = cut(word, space - cells(lines[-1])) if cells(word) > len(word) else ""
             lines[-1], word = lines[-1] + part, word[len(part) :].lstrip()

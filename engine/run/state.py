@@ -81,8 +81,8 @@ def _open_store(folder: Folder, keep: int) -> None:
     if lost is not None:
         if folder.state.started:
             raise InputError(
-                f"--resume {folder.out}: its store is not in {lost}. Is its drive mounted? If it has moved: --store DIR; "
-                f"if it is lost, the run cannot go on: remove {quoted(folder.out)} and start again."
+                f"--resume {folder.out}: its store is not in {lost}. Is its drive mounted? If it has moved: --store "
+                f"DIR; if it is lost, the run cannot go on: remove {quoted(folder.out)} and start again."
             )
         return
     with suppress(NoSnapshot):
@@ -165,8 +165,9 @@ class Training:
     # ------------------------------------------------------------ built and loaded
 
     def build(self, stopped: Stopped = lambda: False) -> None:
-        """Builds the engine, whose buffers are not filled, and takes its space on drives. Raises DoesNotFit, InputError,
-        StoreError; as all that load, KeyboardInterrupt between two pieces if `stopped()`.
+        """Builds the engine, whose buffers are not filled, and takes its space on drives.
+
+        Raises DoesNotFit, InputError, StoreError; as all that load, KeyboardInterrupt between two pieces if `stopped()`.
         """
         job = self.job
         with screen.clock().at("load"), self.watched("loading"):
@@ -380,7 +381,7 @@ class Training:
                 self._merge()
 
     def _export(self, write: Callable[[Callable[[Path], Mapping[str, str]]], None], kept: Kept | None = None) -> None:
-        """Calls `write` with what saves the weights to a folder. Host 0 writes, and asks the others for what it lacks."""
+        """Calls `write` with what saves the weights to a folder. Host 0 writes, with what the others send."""
         job, own = self.job, kept or Reader(self.engine.placement)
         with screen.clock().at("export"), self.watched("export"), masters(own, here().wire) as reader:
             if reader is None:

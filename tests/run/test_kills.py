@@ -1,5 +1,5 @@
-"""Runs that are killed anywhere, and run folders of which a file is lost or spoiled: equal in the end, or refused with a way
-on; never other weights, never a user's file less.
+"""Runs that are killed anywhere, and run folders of which a file is lost or spoiled: equal in the end, or refused with
+a way on; never other weights, never a user's file less.
 """
 
 import re

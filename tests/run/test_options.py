@@ -48,7 +48,7 @@ def values(f) -> st.SearchStrategy:
     if name in ("out", "resume", "config"):
         return st.just(f.default)
     if f.metadata["metavar"].startswith("{"):
-        return st.sampled_from(f.metadata["metavar"].strip("{}").split(",")).map(lambda word: parse(word))
+        return st.sampled_from(f.metadata["metavar"].strip("{}").split(",")).map(parse)
     if parse is every:
         return st.sampled_from(["never", "7", "0.25", "90s", "0.001", "12h", "1e-05"]).map(every)
     if parse is gib_size:

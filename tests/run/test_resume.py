@@ -130,8 +130,8 @@ def test_a_finished_run_says_how_its_result_is_trained_further(checkpoint, tmp_p
 @pytest.mark.parametrize(("change", "culprit"), [
     (dict(batch_size=8), "--batch-size"), (dict(seq_len=32), "--seq-len"), (dict(dtype="bf16"), "--dtype"),
     (dict(lora=4), "what is trained cannot change|lora of"), (dict(val="0.2"), "--val"), (dict(seed=7), "--seed"),
-    (dict(max_steps=1), "the run is at step 2"), (dict(micro_batch=1), "--micro-batch"), (dict(adam_bits=8), "--adam-bits"),
-    (dict(method="classify"), "classify|score|label"),
+    (dict(max_steps=1), "the run is at step 2"), (dict(micro_batch=1), "--micro-batch"),
+    (dict(adam_bits=8), "--adam-bits"), (dict(method="classify"), "classify|score|label"),
 ])  # fmt: skip
 def test_a_resumed_run_keeps_what_decides_its_bits(stopped_run, change, culprit):
     with pytest.raises(InputError, match=f"(?i){culprit}"):

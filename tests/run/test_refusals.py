@@ -1,0 +1,147 @@
+"""Mistakes of users: each ends in one line that names the culprit, with its exit code; what the line advises works."""
+
+import json
+import re
+import shlex
+import shutil
+from pathlib import Path
+
+import pytest
+from command import TRAIN, fails, write
+
+from trireme.engine.run import cli
+
+SMALL = "--seq-len 64 --max-steps 1 --batch-size 2"
+# Words of the command, exit code, what the line must name, and words that go on (None: no advice is executed).
+REFUSED = [
+    ("", 2, "no checkpoint", None),
+    ("model", 2, "--data", f"model --data stories.txt {SMALL}"),
+    ("modle --data stories.txt", 2, "modle.*Did you mean model", f"model --data stories.txt {SMALL}"),
+    ("model --data storis.txt", 2, "storis.txt", None),
+    ("model --data stories.txt --tokenizer nowhere", 2, "--tokenizer nowhere", None),
+    ("model --data stories.txt --adapter nowhere", 2, "--adapter nowhere", None),
+    ("model --data stories.txt --val nowhere.txt", 2, "nowhere.txt", None),
+    ("--config nowhere.yaml", 2, "nowhere.yaml", None),
+    ("model --data stories.txt --out model", 2, "--out model is the checkpoint itself", None),
+    ("model --data stories.txt --out stories.txt", 2, "stories.txt is a file", None),
+    ("model --data stories.txt --out full", 2, "--out full is not empty", f"model --data stories.txt {SMALL}"),
+    ("stories.txt --data stories.txt", 2, "stories.txt is a file", None),
+    ("gguf --data stories.txt", 2, "gguf holds GGUF", None),
+    ("model --data stories.txt --lora", 2, "--lora 16 is usual", f"model --data stories.txt --lora 16 {SMALL}"),
+    ("model --data stories.txt --loar 8", 2, "--loar.*--lora", f"model --data stories.txt --lora 8 {SMALL}"),
+    ("model --data stories.txt --batch-size 0", 2, "--batch-size", None),
+    ("model --data stories.txt --batch-size 16.5", 2, "--batch-size", None),
+    ("model --data stories.txt --lr 2e-4x", 2, "--lr", None),
+    ("model --data stories.txt --lr=-1", 2, "--lr", None),
+    ("model --data stories.txt --epochs 0", 2, "--epochs.*greater than 0", None),
+    ("model --data stories.txt --eval-every 1.0", 2, "--eval-every", None),
+    ("model --data stories.txt --warmup 1.5", 2, "--warmup", None),
+    ("model --data stories.txt --schedule cosin", 2, "--schedule.*cosine", None),
+    ("model --data stories.txt --save-every 30 minutes", 2, "minutes.*30min", None),
+    ("model --data stories.txt --seq-len 4096", 2, "--seq-len 4096.*--rope-factor 8", None),
+    ("model --data stories.txt --beta 0.2", 2, "--beta is for --method", None),
+    ("model --data stories.txt --lora-alpha 16", 2, "--lora-alpha.*--lora 16",
+     f"model --data stories.txt --lora-alpha 16 --lora 16 {SMALL}"),
+    ("model --data stories.txt --merge", 2, "--merge.*--lora 16", f"model --data stories.txt --merge --lora 16 {SMALL}"),
+    ("model --data stories.txt --top-k 8", 2, "--top-k.*--teacher", None),
+    ("model --data stories.txt --lora 4 --freeze *embed*", 2, "--freeze does not go with --lora", None),
+    ("model --data stories.txt --router-aux 0.1", 2, "--router-aux.*no experts", None),
+    ("model --data stories.txt --export best", 2, "--export best.*--val",
+     f"model --data stories.txt --export best --val 0.2 {SMALL}"),
+    ("model --data stories.txt --patience 2", 2, "--patience.*--val", None),
+    ("model --data stories.txt --method classify", 2, "label|class", None),
+    ("model --data stories.txt --method dpo --long split", 2, "--long split", None),
+    ("model --data stories.txt --store a,a", 2, "--store a,a", None),
+    ("model --data stories.txt --store out --out out", 2, "--store out", None),
+    ("model --data stories.txt --rope-factor 2 --lora 4", 2, "--rope-factor.*--merge",
+     f"model --data stories.txt --rope-factor 2 --lora 4 --merge {SMALL}"),
+    ("model --data stories.txt --gpus 9", 2, "--gpus 9", None),
+    ("model --data stories.txt --device cuda", 2, "cuda|CUDA", None),
+    ("model --data stories.txt --assume gpu=rtx4090,ram=64GiB", 2, "--assume.*--dry-run",
+     "model --data stories.txt --assume gpu=rtx4090,ram=64GiB --dry-run"),
+    ("--shape qwen3-8b", 2, "--shape qwen3-8b.*--dry-run", "--shape qwen3-8b --dry-run --assume gpu=h200,ram=500GiB"),
+    ("--resume nowhere", 2, "nowhere", None),
+    ("--resume", 2, "no unfinished run in runs/", None),
+    ("--resume model", 2, "--resume model", None),
+    ("model --data stories.txt --resume x --out y", 2, "--out: a resumed run has its own", None),
+    ("model other --data stories.txt", 2, "other was not expected", None),
+    ("train --data stories.txt", 2, "train is not a folder.*CHECKPOINT", f"model --data stories.txt {SMALL}"),
+    ("chat model", 2, "chat is not a folder.*trireme sample", None),
+    ("model --data stories.txt --log mlflow", 2, "--log.*mlflow", None),
+    ("model --data stories.txt --optimizer lion", 2, "optimizer lion", None),
+    ("model --data stories.txt --fp16", 2, "fp16", None),
+    ("model --data stories.txt --ram 1MiB", 3, "--ram|RAM", None),
+    ("model --data pairs.jsonl", 2, "--method dpo|--method", f"model --data pairs.jsonl --method dpo {SMALL}"),
+    ("sample", 2, "--prompt", None),
+    ("eval model", 2, "--data", "eval model --data stories.txt --seq-len 64"),
+    ("merge model", 2, "adapter|--out", None),
+    ("sample nowhere --prompt x", 2, "nowhere", None),
+]  # fmt: skip
+
+
+@pytest.fixture
+def place(here):
+    """A folder with things that are mistaken for others."""
+    Path("full").mkdir()
+    write("full/thing", "x")
+    Path("gguf").mkdir()
+    shutil.copy("model/config.json", "gguf")
+    write("gguf/model-q4.gguf", b"GGUF")
+    rows = [dict(prompt=f"{i} is", chosen=f" {i}", rejected=f" {i + 1}") for i in range(20)]
+    write("pairs.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    return here
+
+
+@pytest.mark.parametrize(("words", "code", "culprit", "way"), REFUSED, ids=[words or "-" for words, *_ in REFUSED])
+def test_a_mistake_is_one_line_and_its_advice_works(place, capsys, words, code, culprit, way):
+    said = fails(capsys, place, *shlex.split(words), code=code)
+    assert re.search(culprit, said), said
+    if way:
+        assert cli.main(shlex.split(way)) == 0, capsys.readouterr().err
+
+
+def test_what_does_not_fit_is_offered_otherwise(here, capsys):
+    """Each option that the line offers fits."""
+    words = "--shape llama-3.1-8b --dry-run --assume gpu=rtx4090,ram=16GiB"
+    assert cli.main(words.split()) == 3
+    said = capsys.readouterr().err
+    offers = re.search(r"This fits: (.*)\.$", said.strip())
+    assert offers, said
+    for offer in offers[1].split("; or "):
+        assert cli.main([*words.split(), *offer.partition(",")[0].split()]) == 0, offer
+
+
+def test_options_of_a_free_kind_are_advised_before_hardware(capsys):
+    words = "--shape llama-3.3-70b --lora 16 --batch-size 1 --dry-run --assume gpu=rtx4090,ram=64GiB,ssd=2TB"
+    assert cli.main(words.split()) == 0
+    faster = [line for line in capsys.readouterr().out.splitlines() if line.startswith("faster")]
+    assert "--base nf4" in faster[0]
+
+
+def test_machines_are_shown_side_by_side(capsys):
+    words = "--shape llama-3.3-70b --lora 16 --batch-size 1 --dry-run --assume gpu=rtx4090,ram=32,64,96GiB,ssd=2TB"
+    assert cli.main(words.split()) == 0
+    out = capsys.readouterr().out
+    assert [name for name in ("ram=32GiB", "ram=64GiB", "ram=96GiB") if name in out] == re.findall(r"ram=\d+GiB", out)
+
+
+def test_data_without_a_tokenizer_is_counted_by_its_bytes(here, capsys):
+    words = "--shape qwen3-8b --data stories.txt --dry-run --assume gpu=h200,ram=500GiB"
+    assert cli.main(words.split()) == 0
+    tokens = Path("stories.txt").stat().st_size / 4
+    assert f"about {tokens / 1000:.3g}k tokens" in capsys.readouterr().out
+
+
+def test_a_run_that_fails_leaves_nothing(here, capsys, monkeypatch):
+    """Whatever fails: the model, the data, loading."""
+    write("model/model.safetensors", b"x" * 100)
+    fails(capsys, here, *TRAIN)
+
+
+def test_without_out_each_run_has_its_number(here, capsys):
+    for name in ("model", "model-2", "model-3"):
+        assert cli.main(["model", "--data", "stories.txt", *SMALL.split()]) == 0
+        assert f"runs/{name}" in capsys.readouterr().out
+        assert Path("runs", name, "model.safetensors").exists()
+    assert cli.main(["--config", "runs/model-2/config.yaml"]) == 0
+    assert Path("runs/model-4/model.safetensors").read_bytes() == Path("runs/model-2/model.safetensors").read_bytes()
