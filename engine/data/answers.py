@@ -85,6 +85,8 @@ def read(
     """
     try:
         return _read(raw, renames, kind, classes or {}, table)
+    except RecursionError:
+        raise BadRow("is nested too deeply") from None
     except _NoForm as error:
         works = lambda pairs: tried(
             raw, pairs, lambda row, names: _read(row, names, kind, classes or {}, table), renames

@@ -17,7 +17,7 @@ import sys
 import threading
 import types
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -184,19 +184,25 @@ def _result(codec: Codec, batch: Numbered, result: Future[Encoded]) -> tuple[Num
     """As encoded; row by row if a process has ended, to see because of which."""
     try:
         return batch, result.result()
+    except RecursionError:
+        pass
     except (BrokenProcessPool, MemoryError):
         codec.close()
     singles = list[Encoded]()
     for number, example in batch:
         try:
             singles.append(codec.submit(_Programs.encode, codec.facts, [example]).result())
+        except RecursionError:
+            empty = encode([], None, None)
+            singles.append(empty._replace(lengths=[0], faults={0: "is nested too deeply"}))
         except (BrokenProcessPool, MemoryError):
             codec.close()
             raise RowDied(number) from None
-    ids, trained = (np.concatenate(parts) for parts in zip(*(one[:2] for one in singles), strict=True))
+    ids, trained = (np.concatenate(arrays) for arrays in zip(*(one[:2] for one in singles), strict=True))
     faults = {i: one.faults[0] for i, one in enumerate(singles) if one.faults}
-    unread = dict.fromkeys(key for one in singles for key in one.unread)
-    counts = sum((one.counts for one in singles), start=singles[0].counts.__class__())
+    counts, unread = Counter[str](), dict.fromkeys(key for one in singles for key in one.unread)
+    for one in singles:
+        counts.update(one.counts)
     return batch, Encoded(ids, trained, [one.lengths[0] for one in singles], faults, counts, tuple(unread))
 
 

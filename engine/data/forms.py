@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from trireme.engine.data.read import EMPTY, BadRow, Fields, json_of, kind_of, unread_keys
@@ -197,10 +198,8 @@ def check_row(row: Mapping[str, Any]) -> None:
     refuse_media(row)
     for key in [key for key in (*LEARNED, *MASKED) if key in row]:  # few rows have any
         value, off = row[key], key in MASKED
-        word = {"true": True, "false": False} | (
-            {} if key in NUMBERS else {"1": True, "0": False, "1.0": True, "0.0": False}
-        )
-        if word.get(str(value).strip().lower()) is off:
+        words = (("false", "0", "0.0"), ("true", "1", "1.0"))[off][: 1 if key in NUMBERS else 3]
+        if str(value).strip().lower() in words:
             raise BadRow(f"{key!r} is {str(value).lower()}: leave the row out, or the column: --map unused={key}")
         flags = value if isinstance(value, list) and "input_ids" not in row else []
         if flags and all(flag in (0, 1) for flag in flags) and off in flags:
@@ -346,9 +345,7 @@ def read_message(turn: Any, where: str, unused: dict[str, None]) -> tuple[Fields
             message[ours] = message.pop(theirs)
     role = message.get("role")
     if not isinstance(role, str) or not role:
-        what = (
-            f"'role' is {kind_of(role) if role != '' else 'an empty string'}" if "role" in message else "has no 'role'"
-        )
+        what = "has no 'role'" if role is None else f"'role' is {kind_of(role) if role else 'empty'}"
         raise BadRow(f"{where} {what}; expected 'user', 'assistant' or another. Its keys: {', '.join(map(repr, turn))}")
     message["role"] = role = ROLES.get(role.strip().lower(), role)
     refuse_media(message, f"{where}: ")
@@ -496,12 +493,8 @@ def _ids(row: Fields) -> Ids:
     """
     ids = _whole(row, "input_ids")
     n, trained = len(ids), [True] * len(ids)
-    for key in row:
-        if (
-            key.endswith(("mask", "masks"))
-            and key not in (*MASKS, *PLACES, "special_tokens_mask")
-            and row[key] not in EMPTY
-        ):
+    for key in unread_keys(row, (*MASKS, *PLACES, "special_tokens_mask")):
+        if key.endswith(("mask", "masks")):
             raise BadRow(f"{key!r} is not a known mask. Is 1 trained? --map loss_mask={key}, else unused={key}")
     for key in MASKS:
         if row.get(key) is not None:
@@ -515,9 +508,9 @@ def _ids(row: Fields) -> Ids:
         if not all(mask[start:stop]):
             raise BadRow("'attention_mask' leaves out tokens between others; only pads at the ends can be left out")
     places = _whole(row, "position_ids", n)[start:stop] if row.get("position_ids") is not None else []
-    several = row.get("seq_lengths") is not None and len(_whole(row, "seq_lengths")) > 1
-    if several or places != [*range(places[0], places[0] + len(places))] if places or several else False:
-        what = "'seq_lengths' says" if several else "'position_ids' say"
+    parts = _whole(row, "seq_lengths") if row.get("seq_lengths") is not None else []
+    if len(parts) > 1 or any(after != before + 1 for before, after in pairwise(places)):
+        what = "'seq_lengths' says" if len(parts) > 1 else "'position_ids' say"
         raise BadRow(f"{what} that the row holds several documents. Give each a row of its own; they are packed here")
     if row.get("labels") is not None:
         labels = _whole(row, "labels", n)
@@ -565,7 +558,10 @@ def unknown(row: Fields, forms: Sequence[Form], works: Callable[[str], bool]) ->
     """What is wrong with a row of no form: the row, what is expected, and what its shape or a --map that works says.
     `works`: whether the row can be read with that --map.
     """
-    seen = shown(json.dumps(row, ensure_ascii=False, default=str), 200)
+    try:
+        seen = shown(json.dumps(row, ensure_ascii=False, default=str), 200)
+    except RecursionError:
+        return "is nested too deeply"
     known = "; ".join(", ".join(form.keys) for form in forms[: len(FORMS)])
     return f"no known form of a row: {seen}. Expected the keys {known}.{_shape(row) or _map_for(row, works)}"
 
@@ -589,7 +585,7 @@ def _shape(row: Fields) -> str:
         inner = value if isinstance(value, dict) else value[0] if isinstance(value, list) and value else None
         if isinstance(inner, dict):
             names = ", ".join(shown(name) for name in list(inner)[:4])
-            if all(map(_is_message, value)) if isinstance(value, list) else False:
+            if isinstance(value, list) and all(map(_is_message, value)):
                 return f" --map {'messages' if 'role' in inner else 'conversations'}={key}."
             return f" What stands inside {shown(key)!r} ({names}) is not found: write it as columns or as messages."
     return ""

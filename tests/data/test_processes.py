@@ -42,6 +42,19 @@ def test_a_row_that_fails_is_a_bad_row(tmp_path, hostile):
     codec.close()
 
 
+def test_rows_that_are_nested_too_deeply_are_bad_rows(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    deep = lambda n: "[" * n + "1" + "]" * n
+    row = json.dumps({"messages": [{**TALK[0], "x": "HERE"}, TALK[1]]})
+    rows = [row.replace('"HERE"', deep(n)) for n in (1, 300, 900)] + [f'{{"x": {deep(900)}}}']
+    path.write_text("\n".join(rows))
+    codec = made(tmp_path)
+    data = load_dataset([str(path)], codec, DataOptions(skip_bad=True))
+    assert data.report.files[0].bad >= 2
+    assert data.report.files[0].rows == 4
+    codec.close()
+
+
 def test_a_process_that_dies_names_the_row_and_the_next_call_has_another(tmp_path):
     codec = made(tmp_path)
     assert codec.decode([68]) == "a"
