@@ -91,15 +91,15 @@ def make_checkpoint(folder: Path, seed: int) -> int:
         vocab_size=len(words), max_position_embeddings=POSITIONS, rms_norm_eps=1e-5, hidden_act="silu",
         tie_word_embeddings=True, bos_token_id=0, eos_token_id=1, dtype="float32",
     )  # fmt: skip
-    dice, weights = np.random.default_rng(seed), {"model.norm.weight": np.ones(WIDTH, np.float32)}
-    normal = lambda *shape: 0.02 * dice.standard_normal(shape, np.float32)
-    weights["model.embed_tokens.weight"] = normal(len(words), WIDTH)
-    for layer in range(LAYERS):
-        shapes = {f"self_attn.{name}_proj": (WIDTH, WIDTH) for name in "qkvo"}
-        shapes |= {"mlp.gate_proj": (FFN, WIDTH), "mlp.up_proj": (FFN, WIDTH), "mlp.down_proj": (WIDTH, FFN)}
-        weights |= {f"model.layers.{layer}.{name}.weight": normal(*shape) for name, shape in shapes.items()}
-        for norm in ("input_layernorm", "post_attention_layernorm"):
-            weights[f"model.layers.{layer}.{norm}.weight"] = np.ones(WIDTH, np.float32)
+    shapes = {"model.embed_tokens": (len(words), WIDTH), "model.norm": (WIDTH,)}
+    for layer in (f"model.layers.{i}." for i in range(LAYERS)):
+        shapes |= {f"{layer}self_attn.{name}_proj": (WIDTH, WIDTH) for name in "qkvo"}
+        shapes |= {f"{layer}mlp.{name}_proj": (FFN, WIDTH) for name in ("gate", "up")}
+        shapes |= {f"{layer}mlp.down_proj": (WIDTH, FFN)}
+        shapes |= {f"{layer}{name}_layernorm": (WIDTH,) for name in ("input", "post_attention")}
+    dice = np.random.default_rng(seed)
+    drawn = lambda shape: dice.normal(0, 0.02, shape) if len(shape) > 1 else np.ones(shape)
+    weights = {f"{name}.weight": drawn(shape).astype(np.float32) for name, shape in shapes.items()}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return len(words)
 

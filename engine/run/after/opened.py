@@ -74,8 +74,8 @@ class Finished:
         """Tokenizer and chat template: those given, else those of the model's folder, its run or its base."""
         own = self.name if (Path(self.name) / "tokenizer.json").is_file() else None
         where = o.tokenizer or own or self.run.tokenizer or self.base
-        written = Path(self.name) / TEMPLATE if self.adapter else None
-        written = str(written) if written and written.is_file() else None
+        beside = Path(self.name) / TEMPLATE  # of an adapter
+        written = str(beside) if self.adapter and beside.is_file() else None
         template = o.chat_template or written or (None if own and own == where else self.run.chat_template)
         codec = load_codec(where, template, date.today().isoformat())
         if codec is None:
