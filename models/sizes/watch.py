@@ -83,7 +83,7 @@ class Watch(TorchDispatchMode):
         self.experts = experts
         self.alive = self.peak = self.launches = self.moved = 0
         self.flops, self.padded = defaultdict[str, float](float), 0.0
-        self.ops: list[bool] = []  # of those that run: whether they multiply
+        self.ops: list[str] = []  # that run
         self.known = set[int]()  # storages
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -91,12 +91,12 @@ class Watch(TorchDispatchMode):
         name = func._schema.name.removeprefix("aten::")
         result = kwargs["out"] if name in WITHOUT_META and "out" in kwargs else func(*args, **kwargs)
         thick, first = False, TORCH_PRODUCTS.get(name)
-        if first is not None and not any(self.ops):
+        if first is not None and not self._multiplies():
             a, b = args[first : first + 2]
             self.flops["gemm"] += 2.0 * a.numel() * b.shape[1]
             thick = min(*a.shape, b.shape[1]) >= THIN
         if not func.is_view and not name.startswith(NO_LAUNCH):
-            self._count((*args, *kwargs.values()), thick)
+            self._count((*args, *kwargs.values(), *(args[:1] if name.endswith("_") else ())), thick)
         for t in result if isinstance(result, (tuple, list)) else (result,):
             if isinstance(t, Tensor):
                 self._hold(t.untyped_storage())
@@ -104,7 +104,7 @@ class Watch(TorchDispatchMode):
 
     def begin(self, op: str, args: tuple[Any, ...], options: dict[str, Any]) -> None:
         """As kernels.observers.Observer."""
-        if (product := PRODUCTS.get(op)) and not any(self.ops):
+        if (product := PRODUCTS.get(op)) and not self._multiplies():
             assert not options, f"arguments of {op} are read by their places"
             kind, flops = product(args)
             for order in (a for a in args if isinstance(a, Order)):  # of all experts, or of some
@@ -112,17 +112,21 @@ class Watch(TorchDispatchMode):
                 self.padded += flops / len(order.pair) * count * TILE / 2
                 flops *= count / self.experts
             self.flops[kind] += flops
-        self.ops.append(product is not None)
+        self.ops.append(op)
 
     def end(self) -> None:
         self.ops.pop()
 
     def launch(self, kernel: str, args: tuple[Any, ...]) -> None:  # noqa: ARG002
-        self._count(args, False)
+        in_place = bool(self.ops) and self.ops[-1].endswith("_")  # then it reads and writes what it is given
+        self._count(args * (1 + in_place), False)
+
+    def _multiplies(self) -> bool:
+        return any(op in PRODUCTS for op in self.ops)
 
     def _count(self, args: tuple[Any, ...], multiplies: bool) -> None:
         self.launches += 1
-        if not multiplies and not any(self.ops):
+        if not multiplies and not self._multiplies():
             self.moved += sum(t.numel() * t.itemsize for t in args if isinstance(t, Tensor))
 
     def _hold(self, storage: Any) -> None:

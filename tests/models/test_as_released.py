@@ -309,9 +309,9 @@ def test_a_longer_context_is_read_as_it_is_written(model_type, keys, folder):
     """By transformers, too: next to other spellings, and for full attention alone where that has its own rope."""
     raw = extended(released(model_type, **keys), 4.0, "config.json")
     cfg = parse_config(raw)
-    rope = cfg.attentions[0].rope
-    assert (rope.kind, rope.theta) == ("yarn", keys.get("rope_theta", 50.0))
-    assert cfg.local_rope is None or cfg.local_rope.kind == "default"
+    ropes = {bool(spec.window): spec.rope for spec in cfg.attentions}
+    assert (ropes[False].kind, ropes[False].theta) == ("yarn", keys.get("rope_theta", 50.0))
+    assert True not in ropes or ropes[True].kind == "default"
     assert difference(raw, folder) < 1e-5
 
 

@@ -125,7 +125,7 @@ def test_a_run_beyond_the_context(tmp_path):
     finetune(options)
     cfg = read_config(tmp_path / "out")
     assert cfg == read_config(tmp_path / "model", 2.0)
-    assert (cfg.max_positions, cfg.rope.kind) == (128, "yarn")
+    assert (cfg.max_positions, cfg.attentions[0].rope.kind) == (128, "yarn")
     reopened = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32, attn_implementation="eager")
     ids = torch.randint(1, cfg.vocab, (128,), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():

@@ -23,18 +23,20 @@ from trireme.engine.planner.machine import (
     this_machine,
     with_drives,
 )
-from trireme.engine.planner.predict import KERNELS, WITHIN
+from trireme.engine.planner.predict import WITHIN
 from trireme.engine.planner.probe import cache, compute, copies, drive, processor, starts
 from trireme.engine.planner.rates import ENDURANCE, Machine, Rates, rates_of
 from trireme.engine.planner.sizes import find_model
 from trireme.engine.queues import cgroups
 from trireme.kernels.host_adamw import Workers
 from trireme.models.config import InputError
+from trireme.models.sizes import measure
 from trireme.models.sizes.costs import recurrence_flops
 
 CPU = torch.device("cpu")
 SCAN = HYBRID.layers[0].scan
 RATES = {"ssd_read": 3e9, "ssd_write": 2e9, "ssd_free": 5e9, "mixed": 0.8}
+LAUNCHES = sum(work.launches for work in measure.work(starts.BLOCK, 1, 64, 64))  # of a small block
 
 
 def known() -> Machine:
@@ -123,13 +125,13 @@ def test_the_launches_of_a_small_block_are_measured():
     block = starts.block_seconds(device)
     assert 1e-4 < block < 2e-2
     host = max(starts.start_seconds(device), starts.launch_seconds(block, task))
-    said = host * (KERNELS["forward"] + KERNELS["backward"]) + task * (WITHIN["forward"] + WITHIN["backward"])
+    said = host * LAUNCHES + task * (WITHIN["forward"] + WITHIN["backward"])
     assert said > 0.9 * block
 
 
 def test_the_launches_of_a_block_are_shared_by_its_kernels():
-    kernels, within = KERNELS["forward"] + KERNELS["backward"], WITHIN["forward"] + WITHIN["backward"]
-    assert starts.launch_seconds(kernels * 1e-5 + within * 5e-5, 5e-5) == pytest.approx(1e-5)
+    within = WITHIN["forward"] + WITHIN["backward"]
+    assert starts.launch_seconds(LAUNCHES * 1e-5 + within * 5e-5, 5e-5) == pytest.approx(1e-5)
 
 
 @pytest.mark.full
