@@ -255,7 +255,7 @@ def messages_of(row: Mapping[str, Any], column: str) -> list[Any]:
     value = row.get(column)
     columns = list(value.values()) if isinstance(value, dict) else []
     if columns and all(isinstance(held, list) for held in columns) and len({*map(len, columns)}) == 1:
-        return [dict(zip(value or {}, cells, strict=True)) for cells in zip(*columns, strict=True)]
+        value = [dict(zip(value or {}, cells, strict=True)) for cells in zip(*columns, strict=True)]
     if _is_message(value):
         return [value]
     if not isinstance(value, list):
