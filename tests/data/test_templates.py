@@ -86,6 +86,7 @@ def of_trl():
     return {path.name[:-15]: path.read_text() for path in folder.iterdir() if path.name.endswith("_training.jinja")}
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("talk", TALKS)
 def test_masks_of_trls_tags(talk):
     """Without the tags no more is found than they mark, and less only by what asks for the answer, or white space."""
@@ -115,6 +116,7 @@ def test_masks_of_trls_tags(talk):
     assert compared >= 5
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", sorted(path.stem for path in FILES.glob("*.jinja")))
 def test_texts_of_transformers(name, tmp_path):
     transformers = pytest.importorskip("transformers")

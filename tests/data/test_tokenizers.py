@@ -43,6 +43,7 @@ CHECKPOINTS = {  # what is in the files beside tokenizer.json
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", CHECKPOINTS)
 def test_ids_of_transformers(tmp_path, name):
     transformers = pytest.importorskip("transformers")
@@ -56,6 +57,7 @@ def test_ids_of_transformers(tmp_path, name):
     assert ours.specials.get("eos_token") == theirs.eos_token
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["gpt2", "minimind"])
 def test_real_tokenizers(real, name):
     transformers = pytest.importorskip("transformers")
