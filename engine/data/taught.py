@@ -95,7 +95,9 @@ class Part:
         n, m = (result.get(name, ("", 0))[1] for name in ("document", "label"))
         wanted: dict[str, tuple[Any, ...]] = dict.fromkeys(TABLES, ("I64", n))
         wanted |= {"label": ("I32", m), "rest": ("F32", m), "ids": ("I32", m, k), "logps": ("F16", m, k)}
-        if any(result.get(name) != form for name, form in wanted.items()):
+        if any(result.get(name) != form for name, form in wanted.items()) or not {f[0] for f in result.values()} <= {
+            *DTYPES
+        }:
             raise InputError(f"{path} is not a file of scores with {k} tokens per label. Score the data again.")
         return cls(path, header)
 
