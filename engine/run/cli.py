@@ -84,7 +84,9 @@ def main(argv: Sequence[str]) -> int:
             if name and at.hosts > 1:
                 raise InputError(f"trireme {name} runs on one host. Start it without torchrun.")
             if isinstance(options, Options):
-                options = folder.named(options)
+                named = folder.named(options)
+                of_first = here().texts(named.out)[0]
+                options = named if options.out else replace(named, out=of_first)
                 out = options.out
                 _take_gpus(options, at)
             module = importlib.import_module(MODULES[name])

@@ -298,10 +298,16 @@ def reopened(options: Options) -> Iterator[Folder]:
         folder.stores = stores(options)
         state = record.read(run / STATE, State) or (State("") if made else _state_again(folder))
         folder.state = replace(state, id=here().texts(state.id)[0])
-        if folder.state.ended and not folder.state.kept:
-            folders.remove_finished(folder.stores, folder.state.id)  # whose removal had begun
-            folders.discard([d for d in folder.stores if folders.run_of(d) == folder.state.id])
+        if here().first(folder.state.ended and not folder.state.kept):
+            every = [d for dirs in stores_by_host(options).values() for d in dirs]
+            mine = every if here().hosts == 1 else folder.stores
+            if not here().host:
+                here().meet()  # other hosts' folders are in that of host 0
+            folders.remove_finished(mine, folder.state.id)  # whose removal had begun
+            folders.discard([d for d in mine if folders.run_of(d) == folder.state.id])
             folder.remove()
+            if here().host:
+                here().meet()
             raise InputError(f"--resume {out}: that run is finished. {further(out)}")
         folder.bring_back()
         yield folder

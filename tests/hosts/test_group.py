@@ -13,9 +13,7 @@ from trireme.engine.hosts import group
 from trireme.engine.hosts.group import LostHost, Place
 from trireme.engine.hosts.host_snapshots import HostSnapshot, Key, last_common
 from trireme.engine.plan import Limits
-from trireme.engine.run import main
-from trireme.engine.run.begin import limits
-from trireme.engine.run.begin.limits import common_limits
+from trireme.engine.run import cli, job
 from trireme.engine.run.options import Options
 from trireme.models.config import InputError
 from trireme.storage.snapshots import Snapshot
@@ -251,17 +249,16 @@ def test_hosts_plan_with_the_least_memory_of_their_equal_gpus(monkeypatch):
     """Another process may use one of them; unequal GPUs are refused."""
     hosts = Hears("")
     hosts.values = lambda value: [value, value]
-    of = lambda given, less=(3, 0): common_limits(
-        hosts, Options(**given), Limits(10, 20, 2, less=less), torch.device("cpu")
+    of = lambda given, less=(3, 0): job.common_limits(
+        Options(**given), Limits(10, 20, 2, less=less), torch.device("cpu")
     )
+    assert of({}).of(0) == 7
+    monkeypatch.setattr(job, "here", lambda: hosts)
     assert of({}) == Limits(7, 20, 2)
     assert of({}, ()) == Limits(10, 20, 2)
-    with pytest.raises(InputError, match="unequal GPUs"):
-        of({"assume": "gpu=rtx3060+rtx4090"})
-    monkeypatch.setattr(limits, "are_equal", lambda device, gpus: False)
+    monkeypatch.setattr(job, "are_equal", lambda device, gpus: False)
     with pytest.raises(InputError, match="unequal GPUs"):
         of({})
-    assert common_limits(group.Alone(), Options(), Limits(10, 20, 2, less=(3, 0)), torch.device("cpu")).of(0) == 7
 
 
 @pytest.mark.parametrize(("visible", "taken"), [(None, "2,3"), ("4,5,6,7", "6,7"), ("4,5,6", None), ("", "")])
@@ -271,10 +268,10 @@ def test_hosts_of_one_machine_take_gpus_of_their_own(monkeypatch, visible, taken
         del os.environ["CUDA_VISIBLE_DEVICES"]
     else:
         os.environ["CUDA_VISIBLE_DEVICES"] = visible
-    take = lambda: main.take_gpus(Options(gpus=2), Place(1, 2, 1, 2))
+    take = lambda: cli._take_gpus(Options(gpus=2), Place(1, 2, 1, 2))
     if taken is not None:
         take()
         assert os.environ["CUDA_VISIBLE_DEVICES"] == taken
     else:
-        with pytest.raises(InputError, match="--gpus 2: CUDA_VISIBLE_DEVICES shows 3 to the 2 hosts"):
+        with pytest.raises(InputError, match="--gpus 2: CUDA_VISIBLE_DEVICES shows 3 to 2 hosts"):
             take()

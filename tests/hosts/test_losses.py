@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 from runs import HostRun, hold, losses, make_small, text, weights, write_rows
 
-from trireme.engine.run import main
-from trireme.engine.run.begin import reference
+from trireme.engine.run import cli
 
 DATA = {"sft": "weighted", "kto": "labels"}  # pairs otherwise
 
@@ -27,12 +26,6 @@ def folder(tmp_path_factory) -> Path:
     for name, make in rows.items():
         write_rows(where / f"{name}.jsonl", (make() for _ in range(40)))
     return where
-
-
-@pytest.fixture(autouse=True)
-def no_cache(monkeypatch):
-    """The reference is computed by each run."""
-    monkeypatch.setattr(reference, "cache_folder", lambda: None)
 
 
 def command(folder: Path, out: Path, method: str, *more: str) -> list[str]:
@@ -57,7 +50,7 @@ def same(out: Path, whole: Path) -> None:
 def test_hosts_have_the_losses_of_one(folder, method, hosts):
     """Five hosts: of three micro-batches, so two have none."""
     whole, out = folder / f"{method}-whole", folder / f"{method}-{hosts}"
-    assert main.main(command(folder, whole, method)) == 0
+    assert cli.main(command(folder, whole, method)) == 0
     run = HostRun(out, hosts, command(folder, out, method))
     assert run.ended() == [0] * hosts, run.errors()
     same(out, whole)
@@ -70,7 +63,7 @@ def test_hosts_have_the_losses_of_one(folder, method, hosts):
 def test_a_comparison_goes_on_with_another_number_of_hosts(folder, before, then):
     """Host 0 has the reference's numbers, also for hosts that were not there."""
     whole, out = folder / f"on-{before}-{then}-whole", folder / f"on-{before}-{then}"
-    assert main.main(command(folder, whole, "dpo")) == 0
+    assert cli.main(command(folder, whole, "dpo")) == 0
     run = HostRun(out, before, command(folder, out, "dpo"), lambda host: host < before - 1 or hold(3))
     run.reach(2)
     run.kill(before - 1, 15)
@@ -84,5 +77,5 @@ def test_a_comparison_goes_on_with_another_number_of_hosts(folder, before, then)
 def test_commands_of_one_host_say_so(monkeypatch, capsys, name):
     for key, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}.items():
         monkeypatch.setenv(key, value)
-    assert main.main([name, "x", "--data", "y", "--out", "z"]) == 2
+    assert cli.main([name, "x", "--data", "y", "--out", "z"]) == 2
     assert f"error: trireme {name} runs on one host. Start it without torchrun" in capsys.readouterr().err
