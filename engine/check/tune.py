@@ -6,10 +6,11 @@ than the usual one by MORE, twice. Results may round differently with it: each l
 
 from __future__ import annotations
 
+import json
 import math
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import torch
 
@@ -26,26 +27,16 @@ HEADS = {64: (32, 32), 128: (32, 8), 256: (16, 8)}  # queries' and keys', by wid
 NARROW = 256  # width of the loss's inputs: its matrix multiplications take less than its kernel
 
 
-@dataclass
-class Found:
-    """The settings that were found to be faster than the usual ones."""
-
-    settings: dict[str, list[int]] = field(default_factory=dict)
-    rounds: bool = False  # one of them rounds differently
-
-
-def tune(chip: Chip, shapes: Shapes, seconds: Callable[[Case], float], found: Found) -> Iterator[Row]:
-    """Yields a row for each launch; `found` gets faster settings. `seconds`: measures a call."""
+def tune(chip: Chip, shapes: Shapes, seconds: Callable[[Case], float]) -> Iterator[Row]:
+    """Yields a row for each launch; its numbers have a faster setting. `seconds`: measures a call."""
     for name, settings in tried(chip).items():
         try:
-            yield _tried(name, case_of(name, chip, shapes), settings, seconds, found)
+            yield _tried(name, case_of(name, chip, shapes), settings, seconds)
         except torch.cuda.OutOfMemoryError:
             yield Row("tune", name, "not tried: too large for this GPU's memory")
 
 
-def _tried(
-    name: str, case: Case, settings: Sequence[tuple[int, ...]], seconds: Callable[[Case], float], found: Found
-) -> Row:
+def _tried(name: str, case: Case, settings: Sequence[tuple[int, ...]], seconds: Callable[[Case], float]) -> Row:
     launch.use({})
     usual, expected, times = _median(case, seconds), cases.bits(case), dict[tuple[int, ...], float]()
     for setting in settings:
@@ -58,11 +49,9 @@ def _tried(
         return Row("tune", name, f"as it is: {len(times)} of {len(settings)} settings tried", numbers={"gain": 1.0})
     launch.use({name: best})
     same = cases.equal(cases.bits(case), expected)
-    found.settings[name] = list(best)
-    found.rounds |= not same
     bits_say = "bitwise identical" if same else "rounds differently"
     said = f"{', '.join(map(str, best))}: {gain:.2f} times as fast; {bits_say}"
-    return Row("tune", name, said, numbers={"gain": gain, "same": same, "setting": str(list(best))})
+    return Row("tune", name, said, numbers={"gain": gain, "same": same, "setting": json.dumps(best)})
 
 
 def _works(case: Case, seconds: Callable[[Case], float]) -> float:
@@ -129,11 +118,14 @@ def _attention(kind: str, width: int, chip: Chip, s: Shapes) -> Case:
 
 def rows(device: torch.device, shapes: Shapes, seconds: Callable[[Case], float]) -> Iterator[Row]:
     """Yields a row for each launch of a GPU, and one on where the faster settings are stored."""
-    found = Found()
+    settings, rounds = dict[str, list[int]](), ""
     with tuned.in_use({}):
-        yield from tune(launch.chip(device), shapes, seconds, found)
-    path = tuned.store(device, found.settings)
+        for row in tune(launch.chip(device), shapes, seconds):
+            if "setting" in row.numbers:
+                settings[row.what] = json.loads(str(row.numbers["setting"]))
+                rounds = rounds if row.numbers["same"] else ", with other roundings than untuned ones"
+            yield row
+    path = tuned.store(device, settings)
     where = f"kept in {path}" if path else "not kept: there is no cache folder of this user's own"
-    rounds = ", with other roundings than untuned ones" if found.rounds else ""
-    said = f"{len(found.settings)} launches, {where}. Runs use them from now on{rounds}"
-    yield Row("tune", "settings", said if found.settings else f"none is faster; {where}")
+    said = f"{len(settings)} launches, {where}. Runs use them from now on{rounds}"
+    yield Row("tune", "settings", said if settings else f"none is faster; {where}")

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from itertools import cycle
 from pathlib import Path
 from types import SimpleNamespace
 

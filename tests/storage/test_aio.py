@@ -1,7 +1,6 @@
 """Requests move their bytes, check every result, end every future exactly once, and take turns by class."""
 
 import errno
-import mmap
 import os
 import subprocess
 import sys
@@ -97,14 +96,6 @@ def test_a_closed_descriptor_is_an_error_with_name_and_offset(io: IO, tmp_path):
     assert e.value.errno == errno.EBADF
 
 
-def test_misaligned_requests_are_our_mistake(io: IO, tmp_path, file: File):
-    if not file.direct:
-        pytest.skip("no O_DIRECT here")
-    for offset, buffer in ((1, arena(4 * K)), (0, arena(8 * K)[:100]), (0, arena(8 * K)[100 : 100 + 4 * K])):
-        with pytest.raises(AssertionError):
-            io.read(file, offset, buffer)
-
-
 def test_close_waits_and_refuses_afterwards(io: IO, file: File):
     requests = [io.write(file, 0, noise(256 * K)) for _ in range(4)]
     io.close()
@@ -113,29 +104,6 @@ def test_close_waits_and_refuses_afterwards(io: IO, file: File):
         assert r.exception() is None or r.exception().errno == errno.ECANCELED
     with pytest.raises(StoreError, match="closed"):
         io.read(file, 0, arena(4 * K)).result(60)
-
-
-def test_a_request_that_fails_while_the_store_is_closed_ends_once(file: File):
-    """Its last piece in flight fails between the moment when close() drops its rest and the moment when it says so."""
-    begun, fail = threading.Event(), threading.Event()
-
-    def fault(piece: Piece):
-        begun.set()
-        assert fail.wait(60)
-        raise OSError(errno.EIO, "Input/output error")
-
-    class Closing(MemoryIO):
-        def _end(self, request, error, pieces):
-            if not pieces:
-                fail.set()
-                assert request.future.exception(10).errno == errno.EIO
-            super()._end(request, error, pieces)
-
-    io = Closing(fault, block=16 * K, depth=1, mixed=1)
-    request = io.write(file, 0, noise(64 * K))
-    assert begun.wait(60)
-    io.close()
-    assert request.exception(0).errno == errno.EIO
 
 
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC, errno.EROFS, errno.ENODEV])
@@ -288,16 +256,6 @@ def test_a_read_that_is_waited_for_has_the_drive_beside_writes(file: File):
     io.close()
 
 
-def test_futures_cannot_be_cancelled_and_callbacks_may_start_more(file: File):
-    io = MemoryIO(**LIMITS)
-    out, done = arena(64 * K), threading.Event()
-    request = io.write(file, 0, noise(64 * K))
-    request.add_done_callback(lambda r: io.read(file, 0, out).add_done_callback(lambda r: done.set()))
-    assert not request.cancel()
-    assert done.wait(60)
-    io.close()
-
-
 def test_arena_is_aligned_and_zero():
     buffer = arena(5000)
     assert len(buffer) == 8192
@@ -354,16 +312,6 @@ folder.rmdir()
 """)
 
 
-def test_no_locked_memory_is_needed():
-    run_limited("""
-from trireme.storage.devices import open_device
-resource.setrlimit(resource.RLIMIT_MEMLOCK, (0, 0))
-with tempfile.TemporaryDirectory() as folder:
-    device = open_device(folder)
-    device.io.close()
-""")
-
-
 def test_no_o_direct_falls_back_to_buffered_files():
     shm = Path("/dev/shm")
     if not os.access(shm, os.W_OK) or is_direct(shm):
@@ -397,8 +345,3 @@ def test_open_device_leaves_nothing(tmp_path):
 def test_a_folder_that_cannot_be_written_is_named():
     with pytest.raises(StoreError, match="/proc"):
         open_device("/proc/trireme")
-
-
-def test_huge_page_advice_is_optional(monkeypatch):
-    monkeypatch.setattr(mmap, "MADV_HUGEPAGE", 12345)
-    assert len(arena(4 * K)) == 4 * K

@@ -147,18 +147,6 @@ def test_what_others_put_into_a_snapshot_is_renamed_and_not_removed(tmp_path, en
     assert not list((tmp_path / "d0").glob("*.left/*.safetensors"))
 
 
-def test_links_that_a_copy_has_split_are_made_again_without_other_names(ours, tmp_path, monkeypatch):
-    """A kill meanwhile leaves nothing that nobody removes."""
-    shutil.copytree(ours, tmp_path / "copy")
-    made, real = [], os.link
-    monkeypatch.setattr(os, "link", lambda path, name: made.append(Path(name).name) or real(path, name))
-    before = {path.name for path in (tmp_path / "copy").rglob("*")}
-    with Store.open(devices(tmp_path / "copy", 2)) as store:
-        assert holds(store, 1)
-    assert made
-    assert set(made) <= before
-
-
 def test_a_checkpoint_with_a_manifest_of_its_own_keeps_out_of_ours(tmp_path):
     """It would be the same file in every snapshot, and each new one would write over those before."""
     (tmp_path / "source").mkdir()

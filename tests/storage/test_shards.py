@@ -3,7 +3,6 @@
 import errno
 import fcntl
 import functools
-import json
 import os
 import shutil
 import subprocess
@@ -12,18 +11,14 @@ import threading
 from pathlib import Path
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import safetensors
-import torch
-import transformers
-from runs import make_small
 from stores import LAYOUTS, STATE, WEIGHTS, K, content, create, devices, flip, holds, write_all
 
-from trireme.storage import folders, shards, snapshots, versions
+from trireme.storage import folders, snapshots
 from trireme.storage import store as store_module
-from trireme.storage.aio import File, arena
-from trireme.storage.checkpoint import INDEX, open_source
+from trireme.storage.aio import arena
+from trireme.storage.checkpoint import open_source
 from trireme.storage.files import StoreError
 from trireme.storage.layout import ALIGN, pack, sequential
 from trireme.storage.shards import Damaged
@@ -169,30 +164,6 @@ def test_snapshots_are_checkpoints_for_every_reader(tmp_path):
                 assert f.metadata() == {"format": "pt"}
 
 
-def test_transformers_loads_the_folder_of_an_idle_run(tmp_path):
-    """A model stored in units, read back by transformers from the store's folder and a snapshot's as they are."""
-    source = open_source(make_small(tmp_path) / "checkpoint")
-    units: dict[str, list[str]] = {}
-    for name in source.tensors:
-        units.setdefault(name.split(".")[2] if ".layers." in name else "rest", []).append(name)
-    with Store.create(devices(tmp_path, 2), auxiliary=source.folder) as store:
-        for unit, names in units.items():
-            layout = pack([[(n, source.tensors[n].shape)] for n in names], "F32")
-            store.add(f"unit-{unit}", layout, weights=True)
-            buffer = arena(layout.span)
-            for t in layout.tensors:
-                out = np.frombuffer(buffer, np.float32, t.numel, t.offset)
-                out[:] = np.concatenate([values.copy() for values in source.values(t.name)])
-            store.write(f"unit-{unit}", buffer).result(60)
-        store.commit(0, {})
-    load = transformers.AutoModelForCausalLM.from_pretrained
-    expected = load(source.folder, dtype=torch.float32).state_dict()
-    for folder in (tmp_path / "d0", *(tmp_path / "d0").glob("snapshot-*")):
-        loaded = load(folder, dtype=torch.float32).state_dict()
-        assert loaded.keys() == expected.keys()
-        assert all(torch.equal(loaded[name], expected[name]) for name in expected)
-
-
 # ---------------------------------------------------------------- who may open what
 
 
@@ -264,15 +235,6 @@ def test_missing_and_foreign_folders_are_named(tmp_path):
         Store.open([devices(tmp_path)[0], devices(tmp_path / "other", 2)[1]])
 
 
-def test_a_store_that_never_reached_a_snapshot_is_made_anew(tmp_path):
-    with create(tmp_path) as store:
-        write_all(store, 0)
-    with pytest.raises(StoreError, match="no complete snapshot"):
-        Store.open(devices(tmp_path))
-    with create(tmp_path) as store:
-        assert not list((tmp_path / "d0" / "files").iterdir())
-
-
 @pytest.mark.parametrize("name", ["files/000000.safetensors", "snapshot-000001-step-1.partial/a", "scratch"])
 def test_a_new_store_takes_no_name_of_others(tmp_path, name):
     path = tmp_path / "d1" / name
@@ -324,32 +286,6 @@ def test_a_drive_without_hard_links_is_refused_before_the_first_step(tmp_path, m
         Store.create([tmp_path / "drive"])
     assert error.value.filename == str(tmp_path / "drive")
     assert not list(tmp_path.iterdir())
-
-
-def test_what_fails_in_a_snapshot_is_named_as_text(tmp_path, monkeypatch):
-    with create(tmp_path) as store:
-        write_all(store, 0)
-        monkeypatch.setattr(os, "link", lambda path, to: os.rename(path, Path("nowhere", "x")))
-        with pytest.raises(StoreError, match="making a snapshot") as error:
-            store.commit(0, {})
-    assert error.value.filename == str(tmp_path / "d0" / "files" / "000000.safetensors")
-
-
-@pytest.mark.parametrize("theirs", ["in use", "with a snapshot"])
-def test_a_store_that_is_not_taken_stays_as_it_is(tmp_path, theirs):
-    """Also the folders beside it, which were free."""
-    with create(tmp_path) as store:
-        write_all(store, 0)
-        if theirs != "in use":
-            store.commit(0, {})
-            store.close()
-        before = {p: p.read_bytes() for p in (tmp_path / "d0").rglob("*") if p.is_file() and p.name != "store.lock"}
-        for dirs in (["new", "d0"], ["d0", "new"]):
-            with pytest.raises(StoreError, match="in use by process|holds a run already"):
-                Store.create([tmp_path / name for name in dirs])
-            assert [p.name for p in tmp_path.iterdir()] == ["d0"]
-        assert before == {p: p.read_bytes() for p in before}
-        assert (tmp_path / "d0" / "store.lock").exists()
 
 
 def test_leftovers_are_removed_and_nothing_else(tmp_path):
@@ -460,22 +396,6 @@ def test_what_a_finished_store_removes_are_auxiliary_files(tmp_path):
         assert sorted(tmp_path.rglob("*")) == before
 
 
-@pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json"])
-def test_a_folder_with_files_that_a_store_would_replace_is_refused(tmp_path, name):
-    """Such as the checkpoint itself, or another one: a store that is removed takes its own config with it."""
-    source = tmp_path / "source"
-    for folder in (source, tmp_path / "d0"):
-        folder.mkdir()
-        (folder / "config.json").write_text(folder.name)
-    if name != "config.json":
-        (tmp_path / "d0" / "config.json").rename(tmp_path / "d0" / name)
-    with pytest.raises(StoreError, match=f"{name}, which is not a file of a store"):
-        create(tmp_path, 2, auxiliary=source)
-    assert [p.name for p in (tmp_path / "d0").iterdir()] == [name]
-    with pytest.raises(StoreError, match="config.json, which is not a file of a store"):
-        Store.create([source], auxiliary=source)
-
-
 def test_a_copy_of_a_store_that_lost_its_hard_links_goes_on(tmp_path):
     (tmp_path / "run").mkdir()
     with create(tmp_path / "run", 2, keep=2) as store:
@@ -522,39 +442,6 @@ def test_a_failed_write_leaves_the_old_version_and_a_retry_succeeds(tmp_path, nu
         write_all(store, 1)
         store.commit(1, {})
         assert holds(store, 1)
-
-
-def test_a_write_for_which_one_drive_has_no_room_takes_nothing_of_the_other(tmp_path, monkeypatch):
-    def full(path, *args):
-        if "d1" in path.parts:
-            raise StoreError(errno.ENOSPC, "No space left on device", str(path))
-        return File(path, *args)
-
-    with create(tmp_path, 2) as store:
-        with monkeypatch.context() as patch:
-            patch.setattr(versions, "File", full)
-            for _ in range(3):  # its file on the first drive is a spare again each time
-                with pytest.raises(StoreError, match="No space left"):
-                    store.write("block-0.adam", content(STATE, 0))
-        assert [path.parts[-3] for path in tmp_path.glob("d*/files/*")] == ["d0"]
-        write_all(store, 1)
-        assert holds(store, 1)
-
-
-def test_a_failed_read_is_an_error_and_a_retry_succeeds(tmp_path):
-    sick = [False]
-
-    def fault(piece):
-        if sick[0] and not piece.write:
-            raise OSError(errno.EIO, "Input/output error")
-
-    with create(tmp_path, fault=fault) as store:
-        write_all(store, 0)
-        sick[0] = True
-        with pytest.raises(StoreError, match="reading"):
-            store.read("block-0", arena(WEIGHTS.span)).result(60)
-        sick[0] = False
-        assert holds(store, 0)
 
 
 def test_a_file_cut_by_somebody_else_is_noticed(tmp_path):
@@ -631,42 +518,6 @@ def test_a_changed_bit_of_any_stripe_is_noticed_by_whoever_asks(tmp_path, count,
                 store.read(name, arena(shard.layout.span)).result(60)  # who does not ask is not told
                 flip(path, stripe.nbytes - 1)
         assert damaged(store) == {}
-
-
-def test_checksums_are_taken_while_the_drive_writes(tmp_path, monkeypatch):
-    """Each waits for the other: were they taken before a write begins, or when it is over, both would for ever."""
-    begun, taken, real = threading.Event(), threading.Event(), shards.checksum
-
-    def fault(piece):
-        if piece.write:
-            begun.set()
-            assert taken.wait(60)
-
-    def noted(data):
-        assert begun.wait(60)
-        found = real(data)
-        taken.set()
-        return found
-
-    with create(tmp_path, fault=fault) as store:
-        monkeypatch.setattr(shards, "checksum", noted)
-        store.write("block-0.adam", content(STATE, 0)).result(60)
-        store.verify("block-0.adam", arena(STATE.span)).result(60)
-
-
-def test_what_is_being_verified_is_compared_before_the_store_is_closed(tmp_path):
-    gate = threading.Event()
-
-    def fault(piece):
-        assert piece.write or gate.wait(60)
-
-    with create(tmp_path, fault=fault, depth=32) as store:
-        write_all(store, 0)
-        checked = store.verify("block-0.adam", arena(STATE.span))
-        io = store.devices[0].io
-        close = io.close
-        io.close = lambda: [gate.set(), close()]
-    assert checked.result(60) is None
 
 
 def test_a_span_without_bytes_is_as_good_as_any(tmp_path):
@@ -803,14 +654,3 @@ def test_all_drives_work_at_once(tmp_path):
         store.write("block-0.adam", content(STATE, 0)).result(60)
         store.read("block-0.adam", arena(STATE.span)).result(60)
     assert len(begun) == 6
-
-
-def test_the_index_lists_weights_only(tmp_path):
-    with create(tmp_path) as store:
-        write_all(store, 0)
-        store.commit(0, {})
-    index = json.loads((tmp_path / "d0" / INDEX).read_text())
-    assert set(index["weight_map"].values()) == {
-        f"snapshot-000001-step-0/{n}.safetensors" for n in ("block-0", "block-1")
-    }
-    assert index["metadata"]["total_size"] == WEIGHTS.nbytes + LAYOUTS["block-1"].nbytes

@@ -89,22 +89,3 @@ def test_what_is_no_ones_leftover_stays(tmp_path, monkeypatch, what):
     before = sorted(tmp_path.rglob("*"))
     Temporary("t-", theirs.parent).close()
     assert sorted(tmp_path.rglob("*")) == before
-
-
-@pytest.mark.parametrize("when", ["before its lock", "before it is locked"])
-def test_a_new_one_that_is_taken_for_a_leftover_is_made_again(tmp_path, monkeypatch, when):
-    """Another process sweeps between two lines of its making."""
-    of, name = (os, "open") if when == "before its lock" else (temporary.fcntl, "flock")
-    real, swept = getattr(of, name), []
-
-    def sweep(*args, **kwargs):
-        if not swept:
-            swept.append(True)
-            (new,) = tmp_path.iterdir()
-            temporary._sweep(new)
-        return real(*args, **kwargs)
-
-    monkeypatch.setattr(of, name, sweep)
-    with Temporary("t-", tmp_path) as path:
-        assert list(tmp_path.iterdir()) == [path]
-        assert (path / temporary.LOCK).exists()
