@@ -54,14 +54,6 @@ class HostSnapshot:
         except (KeyError, TypeError):
             return Key(step, 1, "")  # another version's; whoever resumes it says so
 
-    @property
-    def number(self) -> int:
-        """The host whose state the snapshot says it is."""
-        try:
-            return int(self.snapshot.extra["fixed"]["plan"]["host"])
-        except (KeyError, TypeError):
-            return 0
-
 
 @dataclass(frozen=True)
 class RunSnapshot:
@@ -75,10 +67,9 @@ def readable(host: int, dirs: Sequence[Path], run: str) -> list[HostSnapshot]:
     """The snapshots in a host's store, oldest first; empty if it cannot be reached or belongs to another run."""
     try:
         dirs = [dirs[i] for i in folders.in_order(dirs, run)]
-        every = [HostSnapshot(host, dirs, snapshot) for snapshot in snapshots.load(dirs[0])]
+        return [HostSnapshot(host, dirs, snapshot) for snapshot in snapshots.load(dirs[0])]
     except (StoreError, OSError):
         return []
-    return [snapshot for snapshot in every if snapshot.number == host]
 
 
 def last_common(group: Alone, here: Sequence[HostSnapshot], begun: bool, run: Path) -> RunSnapshot | None:

@@ -11,6 +11,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent import futures
 from contextlib import suppress
 from datetime import timedelta
 from ipaddress import ip_address
@@ -29,6 +30,7 @@ NEVER = timedelta(days=30)  # of gloo: the watch limits waits, as a step of a la
 BEAT, SILENT = 1.0, 40.0  # seconds between beats; until a host hangs
 REASON, PARTING, GRACE = 2.0, 5.0, 10.0  # seconds for a reason to arrive; for others to read it; for main to end
 END = "end"  # key of the reason
+LOST = "host {} is lost or hangs"
 
 
 class Wire:
@@ -56,9 +58,7 @@ class Wire:
         finally:
             timer.cancel()
         self._over, self._why = threading.Event(), ""
-        self._heard = [time.monotonic()] * self.hosts
-        for thread in (self._beat, self._watch):
-            threading.Thread(target=thread, name="hosts", daemon=True).start()
+        threading.Thread(target=self._watch, name="hosts", daemon=True).start()
 
     def _meet(self, at: Place) -> str:
         """Waits for all hosts; returns the address at which this one listens, that of its route to host 0.
@@ -132,39 +132,31 @@ class Wire:
         try:
             return self.store.compare_set(END, "", why).decode(errors="replace") or why
         except RuntimeError:
-            return self._why or _lost(0)  # the store has ended with host 0
+            return self._why or LOST.format(0)  # the store has ended with host 0
 
     def reason(self, suspect: int) -> str:
         """Why the run ends, after a call has failed with host `suspect`."""
         with suppress(RuntimeError):
             self.store.wait([END], timedelta(seconds=REASON))
-        return self.tell(_lost(suspect))
-
-    def _beat(self) -> None:
-        """Counts up this host's number, and notes when each host's has changed, until the run ends."""
-        keys, counts = [f"beat {host}" for host in range(self.hosts)], [b""] * self.hosts
-        try:
-            while not self._why and not self._over.wait(BEAT):
-                self.store.add(keys[self.host], 1)
-                before, counts = counts, self.store.multi_get(keys)
-                for host, pair in enumerate(zip(before, counts, strict=True)):
-                    if pair[0] != pair[1]:
-                        self._heard[host] = time.monotonic()
-                self._why = self.tell("") if self.store.check([END]) else self._why
-        except RuntimeError:
-            self._why = _lost(0)
+        return self.tell(LOST.format(suspect))
 
     def _watch(self) -> None:
-        """Finds hosts that hang; ends the process when the run is over, unless main does."""
+        """A thread: counts up this host's number, finds hosts that hang and the reason of the end. When the run is over
+        it ends the process, unless main does.
+        """
+        keys, counts = [f"beat {host}" for host in range(self.hosts)], [b""] * self.hosts
+        heard, asking = [0.0] * self.hosts, futures.ThreadPoolExecutor(1)
+        ask = lambda: (self.store.add(keys[self.host], 1), self.store.multi_get(keys), self.store.check([END]))
         while not self._why and not self._over.wait(BEAT):
-            silent = [host for host, heard in enumerate(self._heard) if time.monotonic() - heard > self._silent]
-            if self.host in silent:  # the store does not answer
-                self._why = f"{_lost(0)}: no sign of it for {self._silent:.0f} s"
-                break
-            for host in silent:
-                with suppress(RuntimeError):
-                    if not self.store.check([f"done {host}"]):
-                        self._why = self.tell(f"{_lost(host)}: no sign of it for {self._silent:.0f} s")
+            try:
+                _, now, ended = asking.submit(ask).result(self._silent)
+                for host, (count, before) in enumerate(zip(now, counts, strict=True)):
+                    heard[host] = time.monotonic() if count != before else heard[host]
+                    if time.monotonic() - heard[host] > self._silent and not self.store.check([f"done {host}"]):
+                        self._why = self.tell(f"{LOST.format(host)}: no sign of it for {self._silent:.0f} s")
+                counts, self._why = now, self.tell("") if ended else self._why
+            except (RuntimeError, futures.TimeoutError):  # the store has ended, or does not answer
+                self._why = LOST.format(0)
         if not self._over.wait(GRACE):
             self._late(self._why)
 
@@ -196,7 +188,3 @@ def _route(at: Place) -> tuple[str, str]:
     with socket.socket(family, kind) as probe:
         probe.connect(master)  # sends nothing
         return probe.getsockname()[0], str(master[0])
-
-
-def _lost(host: int) -> str:
-    return f"host {host} is lost or hangs"
