@@ -5,9 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from runs import HostRun, hold, losses, make_small, text, weights, write_rows
-
-from trireme.engine.run import cli
+from runs import HostRun, alone, hold, losses, make_small, text, weights, write_rows
 
 DATA = {"sft": "weighted", "kto": "labels"}  # pairs otherwise
 
@@ -50,7 +48,7 @@ def same(out: Path, whole: Path) -> None:
 def test_hosts_have_the_losses_of_one(folder, method, hosts):
     """Five hosts: of three micro-batches, so two have none."""
     whole, out = folder / f"{method}-whole", folder / f"{method}-{hosts}"
-    assert cli.main(command(folder, whole, method)) == 0
+    assert alone(command(folder, whole, method)) == [0]
     run = HostRun(out, hosts, command(folder, out, method))
     assert run.ended() == [0] * hosts, run.errors()
     same(out, whole)
@@ -63,7 +61,7 @@ def test_hosts_have_the_losses_of_one(folder, method, hosts):
 def test_a_comparison_goes_on_with_another_number_of_hosts(folder, before, then):
     """Host 0 has the reference's numbers, also for hosts that were not there."""
     whole, out = folder / f"on-{before}-{then}-whole", folder / f"on-{before}-{then}"
-    assert cli.main(command(folder, whole, "dpo")) == 0
+    assert alone(command(folder, whole, "dpo")) == [0]
     run = HostRun(out, before, command(folder, out, "dpo"), lambda host: host < before - 1 or hold(3))
     run.reach(2)
     run.kill(before - 1, 15)
@@ -73,9 +71,7 @@ def test_a_comparison_goes_on_with_another_number_of_hosts(folder, before, then)
     same(out, whole)
 
 
-@pytest.mark.parametrize("name", ["score", "eval", "merge"])
-def test_commands_of_one_host_say_so(monkeypatch, capsys, name):
-    for key, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "a", "MASTER_PORT": "1"}.items():
-        monkeypatch.setenv(key, value)
-    assert cli.main([name, "x", "--data", "y", "--out", "z"]) == 2
-    assert f"error: trireme {name} runs on one host. Start it without torchrun" in capsys.readouterr().err
+def test_commands_of_one_host_say_so(tmp_path):
+    run = HostRun(tmp_path / "out", 2, ["eval", str(tmp_path), "--data", "y"])
+    assert run.ended() == [2, 2]
+    assert "eval runs on one host" in run.errors()[0]

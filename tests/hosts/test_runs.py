@@ -15,13 +15,13 @@ from types import SimpleNamespace
 import pytest
 import stories
 from runs import HostRun as Run
-from runs import free_port, hold, losses, make_small
+from runs import alone, free_port, hold, losses, make_small
 from script_files import ROOT
 from tiny import CASES, oracle
 
 from trireme.engine.gradients import SharedGradients
 from trireme.engine.queues import watchdog
-from trireme.engine.run import cli, job, state
+from trireme.engine.run import job, state
 from trireme.engine.run.evaluate import Evaluator
 from trireme.engine.run.folder import Folder
 from trireme.storage.files import StoreError
@@ -45,7 +45,7 @@ def command(folder: Path, out: Path, *more: str) -> list[str]:
 @pytest.fixture(scope="module")
 def whole(folder):
     """The folder of a run on one host."""
-    assert cli.main(command(folder, folder / "whole")) == 0
+    assert alone(command(folder, folder / "whole")) == [0]
     return folder / "whole"
 
 
@@ -98,7 +98,7 @@ def test_fp32_masters_that_hosts_share_are_written_as_by_one(folder, what, monke
     outs = [folder / f"masters-{hosts}-{len(what)}" for hosts in (1, 2)]
     more = "--dtype", "bf16", "--max-steps", "3", "--export-every", "2", "--eval-every", "1", *what
     argvs = [command(folder, out, *more) for out in outs]
-    assert cli.main(argvs[0]) == 0
+    assert alone(argvs[0]) == [0]
     run = Run(outs[1], 2, argvs[1])
     assert run.ended() == [0, 0], run.errors()
     written = {path.relative_to(outs[0]) for path in outs[0].rglob("*.safetensors")}
@@ -116,7 +116,7 @@ def test_a_mixture_of_experts_and_what_is_told_of_its_load(folder):
         shutil.copy(folder / "checkpoint" / name, folder / "experts" / name)
     outs = [folder / f"experts-{hosts}" for hosts in (1, 3)]
     argvs = [[str(folder / "experts"), *command(folder, out, "--max-steps", "3")[1:]] for out in outs]
-    assert cli.main(argvs[0]) == 0
+    assert alone(argvs[0]) == [0]
     run = Run(outs[1], 3, argvs[1])
     assert run.ended() == [0, 0, 0], run.errors()
     assert same(outs[1], outs[0])
