@@ -1,15 +1,9 @@
-"""Narrow moments: the formats, rounding without bias, and training that follows fp32."""
-
-import argparse
-from functools import cache
-from math import log, prod
-from pathlib import Path
+"""Narrow moments: the formats, and rounding without bias."""
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.nn.functional import cross_entropy, gelu, scaled_dot_product_attention
 
 from trireme.kernels import host_adamw, moments
 
@@ -102,71 +96,6 @@ def test_v_falls_when_gradients_stop(width):
     for step in range(2, 1002):
         run(w, None, *tensors, grad * 0, one, step=step, **hyper)
     torch.testing.assert_close(mean_v() / before, torch.tensor(0.999**1000), rtol=0.03, atol=0)
-
-
-# ---------------------------------------------------------------- a language model trained with them
-
-B, T, D, H, LAYERS, STEPS = 8, 48, 48, 3, 2, 120
-
-
-@cache
-def corpus():
-    """The text of a module of Python's library as character ids, and how many characters there are."""
-    text = Path(argparse.__file__).read_text()
-    alphabet = sorted(set(text))
-    return torch.tensor([alphabet.index(c) for c in text]), len(alphabet)
-
-
-def shapes():
-    V = corpus()[1]
-    block = {"qkv": (3 * D, D), "out": (D, D), "up": (4 * D, D), "down": (D, 4 * D)}
-    blocks = {f"{name}{i}": shape for i in range(LAYERS) for name, shape in block.items()}
-    return {"embed": (V, D), "place": (T, D), **blocks, "head": (V, D)}
-
-
-def loss_of(flat, ids):
-    """Cross-entropy of a small GPT with its weights in one flat tensor. ids (B, T + 1)."""
-    sizes = [prod(shape) for shape in shapes().values()]
-    w = {k: part.view(shape) for (k, shape), part in zip(shapes().items(), flat.split(sizes), strict=True)}
-    norm = lambda x: x * torch.rsqrt(x.square().mean(-1, keepdim=True) + 1e-5)
-    x = w["embed"][ids[:, :-1]] + w["place"]
-    for i in range(LAYERS):
-        q, k, v = (norm(x) @ w[f"qkv{i}"].T).view(B, T, 3, H, D // H).permute(2, 0, 3, 1, 4)
-        x = x + scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2) @ w[f"out{i}"].T
-        x = x + gelu(norm(x) @ w[f"up{i}"].T) @ w[f"down{i}"].T
-    return cross_entropy((norm(x) @ w["head"].T).flatten(0, 1), ids[:, 1:].flatten())
-
-
-@cache
-def trained_loss(width, octaves):
-    """Mean loss of the last 20 steps. Each element's gradient is scaled by its own number in 2^-octaves .. 2^octaves.
-
-    Adam divides such a scale out again, so fp32 moments do not notice it; moments in blocks may.
-    """
-    random = torch.Generator().manual_seed(0)
-    w = torch.cat([torch.randn(prod(s), generator=random) * s[1] ** -0.5 for s in shapes().values()])
-    scale = torch.exp2((torch.rand(len(w), generator=random) * 2 - 1) * octaves)
-    tensors, run = state(len(w), width)
-    options = dict(HYPER, eps=1e-12, **({} if width == 4 else {"seed": 5}))
-    losses = []
-    for step in range(1, STEPS + 1):
-        starts = torch.randint(len(corpus()[0]) - T, (B,), generator=random)
-        leaf = w.clone().requires_grad_()
-        loss = loss_of(leaf, torch.stack([corpus()[0][i : i + T + 1] for i in starts]))
-        losses.append(loss.item())
-        grad = torch.autograd.grad(loss, leaf)[0] * scale
-        run(w, None, *tensors, grad, torch.ones(1), step=step, **options)
-    return sum(losses[-20:]) / 20
-
-
-@pytest.mark.full
-@pytest.mark.parametrize("octaves", [0, 6])
-@pytest.mark.parametrize("width", [1, 2])
-def test_training_follows_fp32(width, octaves):
-    fp32, narrow = trained_loss(4, 0), trained_loss(width, octaves)
-    print(f"fp32 {fp32:.4f}, {8 * width} bits at 2^±{octaves} {narrow:.4f}")
-    assert fp32 < 0.6 * log(corpus()[1])  # it has learnt
-    assert abs(narrow / fp32 - 1) < 0.01
 
 
 def test_no_two_units_or_steps_share_their_noise():
