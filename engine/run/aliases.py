@@ -14,72 +14,87 @@ from trireme.models.config import InputError
 
 # fmt: off
 NAMES = {
-    "adapter": "lora-model-dir adapter-name-or-path", "batch_size": "", "base": "", "beta": "pref-beta rl-beta dpo-beta "
-    "kto-beta orpo-alpha orpo-beta", "data": "dataset datasets train-file", "desirable_weight": "kto-chosen-weight",
-    "epochs": "num-train-epochs num-epochs", "eval_every": "eval-steps steps-per-eval", "gpus": "num-gpus",
-    "keep": "save-total-limit", "label_smoothing": "dpo-label-smoothing label-smoothing-factor", "labels": "num-labels",
-    "log": "report-to", "long": "excess-length-strategy", "lora": "lora-r lora-rank", "lora_targets": "lora-target "
-    "lora-target-modules target-modules", "loraplus": "loraplus-lr-ratio", "lr": "learning-rate",
-    "max_grad_norm": "clip gradient-clipping clip-grad-norm", "max_steps": "iters", "method": "rl",
-    "micro_batch": "micro-batch-size", "model": "model-name-or-path base-model", "neftune": "neftune-noise-alpha "
-    "noisy-embedding-alpha neftune-alpha", "out": "output-dir", "patience": "early-stopping-patience",
-    "resume": "resume-from-checkpoint", "router_aux": "moe-aux-loss-coef router-aux-loss-coef", "rslora": "use-rslora "
-    "peft-use-rslora", "save_every": "save-steps", "schedule": "lr-scheduler-type lr-scheduler", "seq_len": "max-length "
-    "cutoff-len max-seq-length sequence-len max-seq-len", "system": "default-system default-system-message",
-    "teacher": "teacher-model teacher-model-name-or-path", "temperature": "kd-temperature distill-temperature",
-    "tokenizer": "tokenizer-name-or-path tokenizer-config", "undesirable_weight": "kto-rejected-weight",
-    "val": "val-size val-set-size test-datasets eval-dataset", "warmup": "warmup-steps", "dtype": "torch-dtype",
-    "chat_template": "template", "betas": "", "push": "", "export": "",
+    "adapter": "lora-model-dir adapter-name-or-path", "chat_template": "template",
+    "epochs": "num-train-epochs num-epochs",
+    "beta": "pref-beta rl-beta dpo-beta kto-beta orpo-alpha orpo-beta", "data": "dataset datasets train-file",
+    "desirable_weight": "kto-chosen-weight", "dtype": "torch-dtype", "eval_every": "eval-steps steps-per-eval",
+    "gpus": "num-gpus", "keep": "save-total-limit", "label_smoothing": "dpo-label-smoothing label-smoothing-factor",
+    "labels": "num-labels", "log": "report-to", "long": "excess-length-strategy", "lora": "lora-r lora-rank",
+    "lora_targets": "lora-target lora-target-modules target-modules", "loraplus": "loraplus-lr-ratio",
+    "lr": "learning-rate", "max_grad_norm": "clip gradient-clipping clip-grad-norm", "max_steps": "iters",
+    "method": "rl", "micro_batch": "micro-batch-size", "model": "model-name-or-path base-model",
+    "neftune": "neftune-noise-alpha noisy-embedding-alpha neftune-alpha", "out": "output-dir",
+    "patience": "early-stopping-patience", "resume": "resume-from-checkpoint", "rslora": "use-rslora peft-use-rslora",
+    "router_aux": "moe-aux-loss-coef router-aux-loss-coef", "save_every": "save-steps",
+    "schedule": "lr-scheduler-type lr-scheduler", "seq_len": "max-length cutoff-len max-seq-length sequence-len "
+    "max-seq-len", "system": "default-system default-system-message", "teacher": "teacher-model "
+    "teacher-model-name-or-path", "temperature": "kd-temperature distill-temperature", "tokenizer":
+    "tokenizer-name-or-path", "undesirable_weight": "kto-rejected-weight", "val": "val-size val-set-size eval-dataset",
+    "warmup": "warmup-steps",
 }
 # Option: values of others (globs, in lower case), and ours; None: as if the key were not there.
 VALUES: dict[str, dict[str, Any]] = {
-    "chat_template": {"tokenizer_default*": None, "default": None, "llama-3": "llama3", "llama3*": "llama3",
-                      "gemma*": "gemma", "mistral*": "mistral", "qwen*": "chatml"},
-    "dtype": {"*bfloat16": "bf16", "*float32": "fp32"}, "log": {"none": None, "[[]]": None}, "long": {"truncate": "cut",
-    "raise": "error"}, "max_steps": {"-1": None, "0": None}, "patience": {"0": None}, "resume": {"false": None},
-    "schedule": {"constant_with_warmup": "constant"}, "seq_len": {"0": None}, "val": {"0": None, "0.0": None},
-    "keep": {"0": None}, "eval_every": {"0": None}, "neftune": {"0": None, "0.0": None}, "lora": {"0": None},
+    "chat_template": {"tokenizer_default*": None, "default": None, "llama-3": "llama3", "gemma*": "gemma",
+                      "mistral*": "mistral", "qwen*": "chatml"},
+    "dtype": {"*bfloat16": "bf16", "*float32": "fp32"}, "log": {"none": None}, "long": {"truncate": "cut", "raise":
+    "error"}, "max_steps": {"-1": None, "0": None}, "resume": {"false": None}, "schedule": {"constant_with_warmup":
+    "constant"}, "val": {"0": None, "0.0": None}, **dict.fromkeys(("patience", "seq_len", "keep", "eval_every",
+    "neftune", "lora"), {"0": None, "0.0": None}),
 }
 # Keys (globs) that ask for nothing here: it is so anyway, or it changes nothing that is trained.
 NOTHING = """
-    gradient-checkpointing* activation-offloading* use-reentrant-gc *deepspeed* fsdp* ddp-* *flash-att* sdp-attention
-    attn-implementation *liger* torch-compile* use-unsloth* dataloader-* preprocessing-num-workers dataset-processes
-    dataset-num-proc group-by-length pad-to-sequence-len eval-sample-packing logging-* log-* include-*-seen plot-loss
-    overwrite-output-dir overwrite-cache save-strategy eval-strategy evaluation-strategy do-* *trust-remote-code
-    model-type tokenizer-type use-fast-tokenizer is-*-derived-model *per-device-eval-batch-size eval-batch-size
-    remove-unused-columns save-safetensors save-only-model run-name dataset-prepared-path bnb-* *double-quantization
-    quantization-method special-tokens* lora-on-cpu lora-*-kernel lora-fan-in-fan-out use-cpu ddp-timeout data-seed
-    disable-tqdm ref-model* precompute-ref-* wandb-* push-to-hub hub-* strict debug local-rank shuffle-merged-datasets
-    resume-from-checkpoint auto-resume-from-checkpoints hf-use-auth-token dataset-dir tf32 *field-messages loss-watchdog-*
+    gradient-checkpointing* activation-offloading* use-reentrant-gc *deepspeed* fsdp* ddp-* *flash-att* strict
+    sdp-attention attn-implementation *liger* torch-compile* use-unsloth* dataloader-* preprocessing-num-workers
+    debug dataset-processes dataset-num-proc group-by-length pad-to-sequence-len eval-sample-packing logging-*
+    log-* plot-loss include-*-seen overwrite-output-dir overwrite-cache save-strategy eval-strategy
+    evaluation-strategy do-* use-cpu *trust-remote-code model-type tokenizer-type use-fast-tokenizer
+    is-*-derived-model *per-device-eval-batch-size eval-batch-size remove-unused-columns save-safetensors
+    save-only-model run-name dataset-prepared-path bnb-* tf32 *double-quantization quantization-method
+    special-tokens* lora-on-cpu lora-*-kernel lora-fan-in-fan-out data-seed disable-tqdm ref-model*
+    precompute-ref-* wandb-* push-to-hub hub-* local-rank shuffle-merged-datasets dataset-dir
+    auto-resume-from-checkpoints hf-use-auth-token *field-messages loss-watchdog-*
 """
 # Keys that ask for nothing with these values (globs), and are refused with any other.
 ONLY = {
-    "packing sample-packing neat-packing shuffle": "true", "train-on-inputs train-on-prompt mask-history fp16 "
-    "load-in-8bit use-dora lora-bias push": "false", "assistant-only-loss completion-only-loss mask-prompt": "true",
-    "bf16 pure-bf16": "true auto full", "optim optimizer": "adamw adamw_torch* adamw_hf adamw_apex_fused paged_adamw*",
-    "adam-epsilon": "1e-8 1e-08", "cosine-min-lr-ratio min-lr-ratio *min-lr-rate": "0.1", "stage": "sft pt",
-    "dataset-text-field": "text", "metric-for-best-model": "eval_loss loss", "loss-type": "nll", "bias": "none",
-    "train-on-eos": "turn all", "roles-to-train": "*assistant* *gpt*", "pref-loss": "sigmoid", "*init-lora-weights": "true",
-    "quantization-bit": "4", "load-in-4bit load-best-model-at-end use-peft lora-target-linear": "false",
+    "packing sample-packing shuffle assistant-only-loss completion-only-loss mask-prompt *init-lora-weights": "true",
+    "train-on-inputs train-on-prompt mask-history fp16 load-in-8bit use-dora quantization-bit load-in-4bit use-peft "
+    "load-best-model-at-end lora-target-linear": "false", "bf16 pure-bf16": "true auto full", "stage": "sft pt",
+    "optim optimizer": "adamw adamw_torch* adamw_hf adamw_apex_fused paged_adamw*", "adam-epsilon": "1e-8 1e-08",
+    "cosine-min-lr-ratio min-lr-ratio *min-lr-rate": "0.1", "dataset-text-field": "text", "pref-loss": "sigmoid",
+    "metric-for-best-model": "eval_loss loss", "loss-type": "nll", "bias": "none", "train-on-eos": "turn all",
+    "roles-to-train": "*assistant* *gpt*",
 }
+TOGETHER = """
+    per-device-train-batch-size gradient-accumulation-steps grad-accumulation-steps adam-beta1 adam-beta2
+    warmup-ratio finetuning-type evals-per-epoch saves-per-epoch test-datasets
+"""
 # fmt: on
 FIELD_OF: dict[str, str] = {alias: name for name, names in NAMES.items() for alias in names.split()}
 FIELD_OF |= {name.replace("_", "-"): name for name in table(Options)}
-SWITCHES = ("true", "false", "yes", "no", "auto", "0", "1")
+SWITCHES = ("true", "false", "yes", "no", "auto")
 STAGES = {"dpo": "dpo", "kto": "kto", "rm": "reward"}
 EMPTY: tuple[Any, ...] = (None, "", [], {})
 
 
 def is_known(flag: str) -> bool:
-    """Whether another trainer has an option of this name, without dashes."""
-    name = flag.replace("_", "-")
-    apart = name in FIELD_OF and FIELD_OF[name].replace("_", "-") != name
-    return apart or name in TOGETHER or any(fnmatch(name, glob) for glob in (*NOTHING.split(), *" ".join(ONLY).split()))
+    """Whether another trainer has an option of this name, without dashes, that is none here."""
+    return flag in FIELD_OF or flag in TOGETHER.split() or _is(flag, [*NOTHING.split(), *" ".join(ONLY).split()])
+
+
+def takes(name: str, word: str) -> bool:
+    """Whether an option of another trainer takes the word behind it on a command line as its value."""
+    valued = (
+        name in FIELD_OF
+        or name in TOGETHER.split()
+        or _is(name, ["optim*", "*-ratio", "*-epsilon", "*-type", "*-strategy", "stage"])
+    )
+    return valued or word.lower() in SWITCHES or word.replace(".", "").isdecimal()
 
 
 def translated(values: Mapping[str, Any], where: str = "") -> tuple[dict[str, Any], list[str]]:
     """(values of our options, lines on what asks for nothing) of the names and values of others. Raises InputError."""
-    left = {key.replace("_", "-"): _plain(value) for key, value in values.items()}
+    words = {"true": True, "false": False}
+    left = {key.replace("_", "-"): words.get(v.lower(), v) if isinstance(v, str) else v for key, v in values.items()}
     given, ignored, refused = together(left), list[str](), list[str]()
     for key, value in left.items():
         name, text = FIELD_OF.get(key), _text(value)
@@ -87,51 +102,28 @@ def translated(values: Mapping[str, Any], where: str = "") -> tuple[dict[str, An
         if name and ours in EMPTY:
             given |= {"max_grad_norm": 0} if key == "clip-grad-norm" else {}  # torchtune: no clipping
         elif name and name in given:
-            refused.append(f"{key} ({name} is given twice)")
-        elif name and not (ours is False and table(Options)[name].metadata["parse"] is not bool):
+            refused.append(f"{key} (it is given twice)")
+        elif name and (ours is not False or table(Options)[name].metadata["parse"] is bool):
             given[name] = ours
-        elif name or value in EMPTY or any(fnmatch(key, glob) for glob in NOTHING.split()):
+        elif name or value in EMPTY or _is(key, NOTHING.split()):
             ignored += [] if name else [key]
-        elif not any(_is(key, keys) and _is(text, texts) for keys, texts in ONLY.items()):
-            (ignored if value is False and not _known(key) else refused).append(
-                key if value is False else f"{key} {text}"
-            )
+        elif not any(_is(key, keys.split()) and _is(text, texts.split()) for keys, texts in ONLY.items()):
+            harmless = value is False and not _is(key, " ".join(ONLY).split())
+            (ignored if harmless else refused).append(key if harmless else f"{key} {text}")
     if refused:
-        shown = ", ".join(word[:60] for word in refused[:10]) + (
-            f" and {len(refused) - 10} more" if refused[10:] else ""
-        )
+        shown = ", ".join(word[:60] for word in refused[:10]) + f" and {len(refused) - 10} more" * (len(refused) > 10)
         raise InputError(f"{where}these have no meaning here: {shown}. Leave them out, or see --help.")
     return given, [f"ignored  {where}{', '.join(key[:60] for key in ignored[:20])}"] if ignored else []
 
 
-TOGETHER = [
-    "per-device-train-batch-size",
-    "gradient-accumulation-steps",
-    "grad-accumulation-steps",
-    "adam-beta1",
-    "adam-beta2",
-    "warmup-ratio",
-    "finetuning-type",
-    "reward-model",
-    "task-type",
-    "enable-thinking",
-    "evals-per-epoch",
-    "saves-per-epoch",
-]
-
-
 def together(left: dict[str, Any]) -> dict[str, Any]:
     """Takes what means something together, or in other words than ours, out of `left`; returns it by option."""
-    given, pop = (
-        dict[str, Any](),
-        lambda *names: next((v for n in names if (v := left.pop(n, None)) not in EMPTY), None),
-    )
+    given, files = dict[str, Any](), _files(left)
+    pop = lambda *names: next((value for name in names if (value := left.pop(name, None)) not in EMPTY), None)
+    is_on = lambda name: left.get(name) is True and left.pop(name)
     times = pop("gradient-accumulation-steps", "grad-accumulation-steps")
-    sizes = (
-        "per-device-train-batch-size",
-        *(("micro-batch-size", "batch-size") if times or "base-model" in left else ()),
-    )
-    if (size := pop(*sizes)) is not None:
+    of_axolotl = ("micro-batch-size", "batch-size") if times or "base-model" in left else ()
+    if (size := pop("per-device-train-batch-size", *of_axolotl)) is not None:
         given["batch_size"] = _whole(size) * _whole(times or 1)
     elif times is not None and _whole(times) > 1:
         raise InputError(
@@ -148,91 +140,64 @@ def together(left: dict[str, Any]) -> dict[str, Any]:
             epochs = float(left.get("num-epochs") or left.get("num-train-epochs") or 1)
             given[name] = 1 / max(1.000001, epochs * float(each))
     for key in ("optim", "optimizer"):
-        if "8bit" in _text(left.get(key)) and "adam" in _text(left.get(key)):
-            left.pop(key)
+        if "8bit" in _text(left.get(key)) and "adam" in _text(left.pop(key)):
             given["adam_bits"] = 8
     if any(left.get(key) is False for key in ("packing", "sample-packing")):
-        given["no_pack"] = not (left.pop("packing", None) or left.pop("sample-packing", None))
-    if (thinking := pop("enable-thinking")) is not None:
-        given["chat_template_kwargs"] = json.dumps({"enable_thinking": thinking})
-    stage = left.get("stage")
-    if stage in STAGES and left.pop("stage"):
-        loss = left.pop("pref-loss", None) or "sigmoid"
+        given["no_pack"] = not pop("packing", "sample-packing")
+    if left.get("stage") in STAGES:
+        stage, loss = left.pop("stage"), left.pop("pref-loss", None) or "sigmoid"
         given["method"] = STAGES[stage] if stage != "dpo" or loss == "sigmoid" else loss
-    if pop("reward-model") is True or _text(task := pop("task-type")) == "seq-cls":
-        given["method"] = "reward" if task is None else "classify"
     if left.get("bf16") is False and left.get("fp16") is not True:
         left.pop("bf16")
         given["dtype"] = "fp32"
-    if left.get("load-in-4bit") is True or _text(left.get("quantization-bit")) == "4":
-        left.pop("load-in-4bit", None)
+    if is_on("load-in-4bit") or (_text(left.get("quantization-bit")) == "4" and left.pop("quantization-bit")):
         given["base"] = "nf4"
-    if left.get("load-best-model-at-end") is True and left.pop("load-best-model-at-end"):
+    if is_on("load-best-model-at-end"):
         given["export"] = "best"
-    return given | _adapters(left) | _data(left)
-
-
-def _adapters(left: dict[str, Any]) -> dict[str, Any]:
-    given = dict[str, Any]()
-    word = _text(left.pop("finetuning-type", None) or left.get("adapter") or "")
+    if is_on("lora-target-linear"):
+        given["lora_targets"] = ["all-linear"]
+    word, ranked = (
+        _text(pop("finetuning-type") or left.get("adapter") or ""),
+        {"lora-r", "lora-rank", "lora"} & left.keys(),
+    )
     if word in ("lora", "qlora", "full") and ("lora-r" in left or not Path(word).exists()):
         left.pop("adapter", None)
-        given |= {"lora": 8} if word != "full" and not {"lora-r", "lora-rank", "lora"} & left.keys() else {}
+        given |= {"lora": 8} if word != "full" and not ranked else {}
         given |= {"base": "nf4"} if word == "qlora" else {}
-    if left.pop("use-peft", None) is True and not {"lora-r", "lora"} & left.keys():
+    if is_on("use-peft") and not ranked:
         given["lora"] = 16
-    if left.pop("lora-target-linear", None) is True:
-        given["lora_targets"] = ["all-linear"]
     if word == "full" or left.get("lora-model-dir") or left.get("adapter-name-or-path"):
         for key in [key for key in left if key.startswith("lora-") and key not in ("lora-model-dir", "lora-dropout")]:
             left.pop(key)
-    return given
+    return given | files
 
 
-def _data(left: dict[str, Any]) -> dict[str, Any]:
+def _files(left: dict[str, Any]) -> dict[str, Any]:
     """Lists of data sets with their paths, and names in LLaMA-Factory's dataset_info.json."""
-    folder, info = Path(_text(left.get("dataset-dir") or "data")), dict[str, Any]()
+    folder, info, test = (
+        Path(_text(left.get("dataset-dir") or "data")),
+        dict[str, Any](),
+        left.pop("test-datasets", None),
+    )
     with suppress(OSError, ValueError):
         info = json.loads((folder / "dataset_info.json").read_text())
-    for key in ("dataset", "datasets", "test-datasets"):
-        sets = left.get(key) or []
-        sets = sets if isinstance(sets, list) else sets.split(",") if isinstance(sets, str) else [sets]
-        paths = [str(each.get("path", "?") if isinstance(each, dict) else each).strip() for each in sets]
-        left |= {key: [str(folder / info[p]["file_name"]) if p in info else p for p in paths]} if paths else {}
-    test = left.pop("test-datasets", None)
-    return {"val": test[0]} if test else {}
-
-
-def _plain(value: Any) -> Any:
-    return {"true": True, "false": False}.get(value.lower(), value) if isinstance(value, str) else value
+    for key in ("dataset", "datasets"):
+        if sets := left.get(key):
+            sets = sets if isinstance(sets, list) else sets.split(",") if isinstance(sets, str) else [sets]
+            paths = [str(each.get("path", "?") if isinstance(each, dict) else each).strip() for each in sets]
+            left[key] = [str(folder / info[path]["file_name"]) if path in info else path for path in paths]
+    return {"val": test[0].get("path")} if isinstance(test, list) and isinstance(test[0], dict) else {}
 
 
 def _text(value: Any) -> str:
-    return ",".join(map(_text, value)) if isinstance(value, list) else str(value).lower().replace("seq_cls", "seq-cls")
+    return ",".join(map(_text, value)) if isinstance(value, list) else str(value).lower()
 
 
-def _is(text: str, globs: str) -> bool:
-    return any(fnmatch(text, glob) for glob in globs.split())
-
-
-def _known(key: str) -> bool:
-    return any(_is(key, keys) for keys in ONLY)
+def _is(text: str, globs: Iterable[str]) -> bool:
+    return any(fnmatch(text, glob) for glob in globs)
 
 
 def _whole(value: Any) -> int:
     if not str(value).isdecimal() or not 0 < int(value) < 1 << 40:
         raise InputError(f"a batch of {str(value)[:20]}: expected a whole number of at least 1.")
     return int(value)
-
-
-def words_of(names: Iterable[str]) -> list[str]:
-    """Names as they are written, with dashes."""
-    return [name.replace("_", "-") for name in names]
-
-
-def takes(name: str, word: str) -> bool:
-    """Whether an option of another trainer takes the word behind it on a command line as its value."""
-    valued = (
-        name in FIELD_OF or name in TOGETHER or _is(name, "optim optimizer *-ratio *-epsilon *-type *-strategy stage")
-    )
-    return valued or word.lower() in SWITCHES or word.replace(".", "").isdecimal()

@@ -266,7 +266,7 @@ def _values(cls: type[Base], argv: Sequence[str], command: str) -> dict[str, Any
 
 def _refuse(word: str, known: Mapping[str, Any], command: str) -> NoReturn:
     """Raises InputError for an unknown option, with the nearest known one."""
-    name, names = word.strip("-").partition("=")[0].replace("_", "-"), aliases.words_of(known)
+    name, names = word.strip("-").partition("=")[0].replace("_", "-"), [name.replace("_", "-") for name in known]
     near: list[str] = difflib.get_close_matches(name, [*names, *(aliases.FIELD_OF if not command else ())], 1)
     ours = flag(aliases.FIELD_OF.get(near[0], near[0])) if near else ""
     begun = [other for other in names if len(name) > 2 and other.startswith(name)]

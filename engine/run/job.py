@@ -158,8 +158,8 @@ class Job:
 
 
 def make(o: Options, begun: Snapshot | None = None, by_rule: bool = False) -> Job:
-    """Reads and checks what the options name, and makes the plan. `begun`: the snapshot that it goes on from. `by_rule`:
-    the plan is not searched for, which takes seconds.
+    """Reads and checks what the options name, and makes the plan. `begun`: the snapshot that it goes on from.
+    `by_rule`: the plan is not searched for, which takes seconds.
 
     With several hosts all call it, and get the same plan. Raises InputError, CheckpointError, DoesNotFit.
     """

@@ -12,7 +12,7 @@ from itertools import accumulate
 from typing import Any
 
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 820, 380, 56, 16, 16, 40
-MOST = 1000  # points of a line
+MOST, LARGEST = 1000, 1e100  # points of a line; what is drawn of a loss
 DRAWN = ("step", "loss", "eval_loss", "eval_accuracy", "eval_rewards/accuracies", "sample", "learning_rate")
 TRAIN, FAINT, EVAL = "#1f5fa8", "#b9cde4", "#d8572a"
 Point = tuple[float, float]
@@ -74,7 +74,7 @@ def marked(text: str) -> str:
 
 def curve(train: Sequence[Point], evals: Sequence[Point], axis: str) -> str:
     """Raw and smoothed training loss, and evaluations, as SVG."""
-    finite = lambda points: [(x, y) for x, y in points if math.isfinite(y)]
+    finite = lambda points: [(x, y) for x, y in points if abs(y) < LARGEST]
     train, evals = finite(train), finite(evals)
     smooth = smoothed(train)
     points = [*smooth, *evals] or [(0.0, 0.0)]

@@ -167,7 +167,7 @@ class Training:
     def build(self, stopped: Stopped = lambda: False) -> None:
         """Builds the engine, whose buffers are not filled, and takes its space on drives.
 
-        Raises DoesNotFit, InputError, StoreError; as all that load, KeyboardInterrupt between two pieces if `stopped()`.
+        Raises DoesNotFit, InputError, StoreError; KeyboardInterrupt between two pieces if `stopped()`.
         """
         job = self.job
         with screen.clock().at("load"), self.watched("loading"):

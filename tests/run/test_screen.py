@@ -1,0 +1,237 @@
+"""What a terminal and a pipe show: lines that stay, the live line, widths of characters, colours, signals."""
+
+import io
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from command import on_screen
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trireme.engine.run import screen
+from trireme.engine.run.log import Log, read_log
+from trireme.engine.run.page import Facts, page
+from trireme.engine.run.signals import NOTICES
+
+ROOT = Path(__file__).parents[2]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def plain(text: str) -> str:
+    return re.sub(r"\x1b\[[\d;]*m", "", text)
+
+
+@given(words=st.lists(st.text("abc谢é-", min_size=1, max_size=30), min_size=1, max_size=20), width=st.integers(30, 120))
+def test_a_line_is_wrapped_by_the_cells_of_its_characters(words, width):
+    line = "data     " + " ".join(words)
+    lines = screen.wrapped(line, width).split("\n")
+    assert all(screen.cells(each) < width for each in lines)
+    assert all(each.startswith(" " * screen.INDENT) for each in lines[1:])
+    assert "".join("".join(lines).split()) == "".join(line.split())
+
+
+def test_a_command_is_not_divided():
+    command = "trireme --resume runs/a-very-long-name-of-a-run --max-steps 4000 --epochs 3"
+    wrapped = screen.wrapped(f"stopped: to continue, whatever it takes, here it is: {command}", 60)
+    assert command in wrapped
+    assert "\n" in wrapped
+
+
+def test_a_terminal_redraws_one_line_and_keeps_the_others(monkeypatch):
+    terminal = Terminal()
+    with screen.to(terminal):
+        screen.say("model    a")
+        screen.show("step 1/9  loss 2.0")
+        screen.say("warning: b")
+        monkeypatch.setattr(screen, "TERMINAL", 0.0)
+        screen.show("step 2/9  loss 1.9")
+        screen.show("step 9/9  loss 1.0", final=True)
+    assert on_screen(plain(terminal.getvalue())) == ["model    a", "warning: b", "step 9/9  loss 1.0", ""]
+    assert "\x1b[1mmodel\x1b[0m" in terminal.getvalue()
+    assert "\x1b[1;33mwarning\x1b[0m" in terminal.getvalue()
+
+
+def test_a_pipe_gets_no_control_characters():
+    stream = io.StringIO()
+    with screen.to(stream):
+        screen.say("a\x1b[31mb\rc\u202e")
+        screen.show("step 1/9")
+        screen.show("step 2/9")  # within ten seconds
+        screen.show("step 9/9", final=True)
+    assert stream.getvalue() == "a\\x1b[31mb\\rc\\u202e\nstep 1/9\nstep 9/9\n"
+
+
+def test_output_that_is_gone_does_not_stop_a_run():
+    class Closed(io.StringIO):
+        def write(self, text):
+            raise OSError(28, "No space left on device")
+
+    with screen.to(Closed()):
+        with pytest.raises(OSError, match="No space"):
+            screen.say("a")
+        screen.forgive()
+        screen.say("b")
+
+
+# ---------------------------------------------------------------- the log
+
+
+def record(step: int, loss: float) -> dict:
+    same = dict(learning_rate=1e-3, grad_norm=1.0, tokens=10, trained_tokens=5, tokens_per_second=100.0, bound="cpu")
+    return dict(step=step, loss=loss, step_time_s=0.1, **same)
+
+
+def test_a_line_stays_for_each_tenth_but_not_within_ten_seconds(tmp_path, monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    terminal = Terminal()
+    with screen.to(terminal):
+        log = Log(tmp_path, 100, 0, 0, [])
+        for step in range(1, 101):
+            clock[0] += 0.4
+            log.step(record(step, 2.0))
+        log.close()
+    kept = [
+        int(line.split("/")[0].split()[1]) for line in on_screen(plain(terminal.getvalue())) if line.startswith("step")
+    ]
+    assert kept == [10, 40, 70, 100]
+
+
+def test_the_summary_is_of_smoothed_losses_and_a_rising_loss_is_told_once(tmp_path):
+    stream = io.StringIO()
+    with screen.to(stream):
+        log = Log(tmp_path, 40, 0, 0, [])
+        for step in range(1, 41):
+            log.step(record(step, 2.0 + 0.1 * (step % 2) + (step > 20) * step))
+        assert "loss 2.05 -> 40" in log.line()
+        log.close()
+    assert stream.getvalue().count("warning: the loss rises") == 1
+
+
+def test_a_log_is_cut_to_its_snapshot_and_damaged_lines_are_left_out(tmp_path):
+    log = Log(tmp_path, 3, 0, 0, [])
+    log.step(record(1, float("nan")))
+    length = log.sync()
+    log.step(record(2, 1.0))
+    log.close()
+    path = tmp_path / "log.jsonl"
+    path.write_bytes(path.read_bytes() + b'{"step": 3, "lo')
+    again = Log(tmp_path, 3, 0, length, [])
+    again.step(record(2, 0.5))
+    again.close()
+    path.write_bytes(b"\x00garbage\n" + path.read_bytes())
+    assert [(r["step"], str(r["loss"])) for r in read_log(path)] == [(1, "nan"), (2, "0.5")]
+
+
+def test_a_tracker_that_fails_is_left_out(tmp_path):
+    seen, stream = [], io.StringIO()
+    with screen.to(stream):
+        bad = (lambda _: 1 / 0, lambda: None)
+        log = Log(tmp_path, 3, 0, 0, [bad, (seen.append, lambda: None)])
+        for step in (1, 2):
+            log.step(record(step, 1.0))
+        log.close()
+    assert len(seen) == 2
+    assert stream.getvalue().count("a tracker of --log has failed") == 1
+
+
+@given(st.lists(st.tuples(st.integers(0, 999), st.floats(allow_nan=True, allow_infinity=True)), max_size=30))
+def test_a_page_is_made_of_any_losses(points):
+    records = [dict(step=step, loss=loss) for step, loss in sorted(points, key=lambda point: point[0])]
+    html = page([*records, dict(step=1, eval_loss=2.0, sample="<b>")], Facts("<t>", examples=["a [b] <c>"]))
+    assert html.count("<svg") == html.count("</svg>") == 1
+    assert "<b>" not in html
+    assert "<mark>b</mark> &lt;c&gt;" in html
+    assert "<script" not in html
+
+
+# ---------------------------------------------------------------- signals, exit codes, streams
+
+
+def command(here: Path, *words: str, **more) -> subprocess.Popen:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    argv = [sys.executable, "-m", "trireme", *words]
+    return subprocess.Popen(argv, cwd=here, env=environment, text=True, **more)
+
+
+LONG = (
+    "model",
+    "--data",
+    "stories.txt",
+    "--seq-len",
+    "64",
+    "--batch-size",
+    "2",
+    "--max-steps",
+    "100000",
+    "--out",
+    "out",
+)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_saves_and_the_next_command_resumes(here, number):
+    run = command(here, *LONG, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    while not (here / "out/log.jsonl").exists() or not (here / "out/log.jsonl").stat().st_size:
+        assert run.poll() is None, run.communicate()
+        time.sleep(0.05)
+    run.send_signal(number)
+    out, err = run.communicate(timeout=100)
+    assert run.returncode == 130
+    assert ("again: exit immediately" in err) == (number not in NOTICES)
+    way = re.search(r"Resume: trireme (--resume out)", out)
+    resumed = command(here, *way[1].split(), "--max-steps", str(int(re.search(r"at step (\d+)", out)[1]) + 1),
+                      stdout=subprocess.DEVNULL)  # fmt: skip
+    assert resumed.wait(100) == 0
+
+
+def test_help_and_version_come_without_torch(here):
+    code = (
+        "import sys, runpy\nsys.argv = ['trireme', '--help']\ntry:\n runpy.run_module('trireme', run_name='__main__')\n"
+    )
+    code += "except SystemExit as end:\n print(end.code, 'torch' in sys.modules)"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=here, env=environment, capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout.endswith("0 False\n"), done
+    assert "--keep-state" in done.stdout
+
+
+def test_a_closed_pipe_and_closed_streams(here):
+    run = command(here, "--help", stdout=subprocess.PIPE)
+    run.stdout.close()
+    assert run.wait(60) in (0, 141)
+    assert command(here, "model", stdout=None, stderr=None, stdin=None, close_fds=True).wait(60) == 2
+
+
+def test_on_a_terminal_the_report_is_short(here):
+    """About 22 lines before the first step at 120 columns, with the example in brackets."""
+    master, terminal = pty.openpty()
+    run = command(here, *LONG[:-4], "--max-steps", "2", stdout=terminal, stderr=terminal)
+    os.close(terminal)
+    text = ""
+    while True:
+        try:
+            part = os.read(master, 4096)
+        except OSError:
+            break
+        text += part.decode(errors="replace")
+    assert run.wait(60) == 0
+    before = plain(text).split("step")[0].splitlines()
+    lines = [line for line in plain(text).splitlines() if line.strip()]
+    first = next(n for n, line in enumerate(lines) if line.lstrip("\r\x1b[K").startswith("step "))
+    assert first <= 24, "\n".join(lines[:first])
+    assert any(line.startswith("example") and "[" in line for line in lines), before
+    assert "runs/model" in text
