@@ -557,15 +557,19 @@ BASES, RANK = ("fp8", "nf4"), 16  # what is offered where a run does not fit, th
 
 
 def alternatives(o: Options) -> str:
-    """A sentence that offers what would fit, each with its step: a quantized base, adapters, 8-bit moments."""
+    """A sentence that offers what would fit, each with its step: a quantized base, adapters, 8-bit moments, a smaller
+    step if nothing else fits.
+    """
     if o.resume or o.plan:
         return ""
     frozen = bool(o.lora or o.adapter or o.freeze or o.train)
     tries: list[dict[str, Any]] = [] if frozen else [{"adam_bits": 8}, {"lora": RANK}]
     tries += [({} if frozen else {"lora": RANK}) | {"base": base} for base in BASES if o.base is None]
+    tries += [{"batch_size": o.batch_size // k} for k in (2, 4, 8, 16) if o.batch_size >= k]
     fitting = list[str]()
     for change in tries:
-        if any(getattr(o, name) == value for name, value in change.items()) or (fitting and "base" in change):
+        once = fitting and not change.keys().isdisjoint(("base", "batch_size"))
+        if once or any(getattr(o, name) == value for name, value in change.items()):
             continue
         try:
             job = make(replace(o, data=(), val=None, dry_run=True, **change), by_rule=True)
