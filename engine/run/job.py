@@ -565,7 +565,7 @@ def alternatives(o: Options) -> str:
     frozen = bool(o.lora or o.adapter or o.freeze or o.train)
     tries: list[dict[str, Any]] = [] if frozen else [{"adam_bits": 8}, {"lora": RANK}]
     tries += [({} if frozen else {"lora": RANK}) | {"base": base} for base in BASES if o.base is None]
-    tries += [{"batch_size": o.batch_size // k} for k in (2, 4, 8, 16) if o.batch_size >= k]
+    tries += [(tries or [{}])[-1] | {"batch_size": o.batch_size // k} for k in (2, 4, 8, 16) if o.batch_size >= k]
     fitting = list[str]()
     for change in tries:
         once = fitting and not change.keys().isdisjoint(("base", "batch_size"))
