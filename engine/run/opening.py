@@ -21,7 +21,7 @@ from trireme.engine.tuning.adapters import Adapter
 from trireme.engine.tuning.cached import cached
 from trireme.engine.tuning.chosen import adapted, chosen, folded, targets
 from trireme.engine.tuning.headed import check_problem, headed, names_in, pad_in, with_config
-from trireme.engine.tuning.packed import as_said, as_stored, as_trained, check_packing, outlined
+from trireme.engine.tuning.packed_source import as_said, as_stored, as_trained, check_packing, outlined
 from trireme.engine.tuning.parts import open_checkpoint
 from trireme.engine.tuning.peft import read_adapter
 from trireme.engine.tuning.quantized import quantized

@@ -29,7 +29,7 @@ from trireme.engine.run.options import Every, Options
 from trireme.engine.run.screen import labelled
 from trireme.engine.tuning.cached import Cached
 from trireme.engine.tuning.chosen import trained_lines
-from trireme.engine.tuning.packed import Packed
+from trireme.engine.tuning.packed_source import Packed
 from trireme.engine.tuning.quantized import quantized
 from trireme.engine.tuning.rewritten import Rewritten
 from trireme.models import hf

@@ -32,7 +32,7 @@ from trireme.engine.run.record import Fixed, Progress, Snapshot, State
 from trireme.engine.tuning.adapters import WEIGHTS, save_adapter
 from trireme.engine.tuning.base import CheckpointBase, check_unchanged, stamps
 from trireme.engine.tuning.cached import Cached
-from trireme.engine.tuning.merge import merge_adapter
+from trireme.engine.tuning.merging import merge_adapter
 from trireme.engine.tuning.peft_config import CONFIG
 from trireme.engine.updates import AdamW
 from trireme.kernels import host_adamw

@@ -6,12 +6,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from trireme.engine.tuning import int4, nf4
-from trireme.engine.tuning.packed import Made, Packed, unsaid
+import numpy as np
+
+from trireme.engine.tuning import bitsandbytes
+from trireme.engine.tuning.packed_source import Made, Packed, unsaid
 from trireme.models.config import BY_ROW, MXFP4, NF4, PACKINGS, UNUSED, WHOLE, Packing
 from trireme.storage.checkpoint import Source, SourceTensor, open_source
 from trireme.storage.files import Say, to_stderr
 from trireme.storage.headers import CheckpointError
+
+INTEGERS = {"I32": np.int32, "I64": np.int64}
+LARGEST = 1 << 20  # columns of int4
 
 
 def open_checkpoint(folder: str | Path, packing: Packing | None = None, say: Say = to_stderr) -> Source:
@@ -20,7 +25,7 @@ def open_checkpoint(folder: str | Path, packing: Packing | None = None, say: Say
     `packing`: what config.json says; None looks for all kinds.
     """
     source = open_source(folder, say)
-    if packing is NF4 or (packing is None and any(name.endswith(nf4.STATE) for name in source.tensors)):
+    if packing is NF4 or (packing is None and any(name.endswith(bitsandbytes.STATE) for name in source.tensors)):
         return _in_nf4(source)
     packing = packing and _as_spelled(source, packing)
     for row in [packing] if packing else PACKINGS:
@@ -46,9 +51,8 @@ def _as_spelled(source: Source, packing: Packing) -> Packing:
 
 
 def _in_nf4(source: Source) -> Source:
-    found = nf4.matrices(source, NF4)
+    found = bitsandbytes.matrices(source, NF4)
     taken = {part for names, _ in found.values() for part in names}
-    nf4.check_whole(source, taken)
     tensors = {name: t for name, t in source.tensors.items() if name not in taken}
     parts, made = dict[str, SourceTensor](), dict[str, Made]()
     for name, (_, matrix) in found.items():
@@ -120,13 +124,32 @@ def _packed(source: Source, packing: Packing, found: Mapping[str, tuple[str, ...
         tensors[name] = _looks(source, packing.of(name), stored, own)
         for end in packing.checked:
             if packing.named(name, end) in tensors:
-                int4.check(source, packing, packing.named(name, end), tensors[name].shape)
+                _check_int4(source, packing, packing.named(name, end), tensors[name].shape)
                 del tensors[packing.named(name, end)]
     unused = [name for name in tensors if name.endswith(UNUSED)]
     if unused:
         say(f"note: {source.folder}: {len(unused):,} scales of activations, as {unused[0]}, are not used")
     tensors = {name: t for name, t in tensors.items() if name not in set(unused)}
     return Packed(source.folder, source.files, tensors, source.auxiliary, packing, parts, {})
+
+
+def _check_int4(source: Source, packing: Packing, name: str, shape: tuple[int, ...]) -> None:
+    """Checks what int4 has of a matrix besides its parts: its shape, or the group of each column. Raises
+    CheckpointError.
+    """
+    t, columns, order = source.tensors[name], shape[-1], name.endswith("_idx")
+    n = columns if order else 2
+    if t.dtype not in INTEGERS or t.shape != (n,) or n > LARGEST:
+        raise CheckpointError(f"{source.named(name)} is {t.dtype} {list(t.shape)}, expected I32 or I64 [{n}].")
+    values = source.read(name).view(INTEGERS[t.dtype])
+    if order and not np.array_equal(values, np.arange(columns) // packing.block[1]):
+        how = "by activation order, which is not read. Take a release without it, or the BF16 original"
+        raise CheckpointError(f"{source.named(name)}: its columns are in groups {how}.")
+    if not order and tuple(values.tolist()) != shape:
+        cut = values[0] == shape[0] and values[1] % 8 and values[1] < columns <= values[1] + 8
+        how = "only multiples of 8 columns are read. Take the BF16 original"
+        how = how if cut else f"its codes are of {list(shape)}. Download it again"
+        raise CheckpointError(f"{source.named(name)} is {values.tolist()}: {how}.")
 
 
 def _typed(source: Source, packing: Packing, matrices: Sequence[Sequence[str]]) -> Packing:

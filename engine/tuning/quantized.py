@@ -12,7 +12,7 @@ from math import prod
 
 import numpy as np
 
-from trireme.engine.tuning.packed import Made, Packed, globs
+from trireme.engine.tuning.packed_source import Made, Packed, globs
 from trireme.models.config import FP8, MX, NF4, InputError, ModelConfig, Packing
 from trireme.models.sizes import shapes
 from trireme.storage.checkpoint import Source, SourceTensor, convert, dtype_of

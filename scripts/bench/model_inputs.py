@@ -7,7 +7,7 @@ from pathlib import Path
 
 from trireme.engine.planner.sizes import find_model
 from trireme.engine.tuning.chosen import adapted, targets
-from trireme.engine.tuning.packed import outlined
+from trireme.engine.tuning.packed_source import outlined
 from trireme.engine.tuning.quantized import quantized
 from trireme.models.config import Lora, ModelConfig
 from trireme.models.sizes import shapes

@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 from chats import CHATML, make_tokenizer
-from finished_runs import ALPACA, CLASSES, PAIRS, RUNS
-from runs import make_small, tuned, write_rows
+from runs import ALPACA, CLASSES, FINISHED, PAIRS, make_small, tuned, write_rows
 from tiny import LLAMA, oracle
 
 from trireme.engine.run import cli
@@ -32,7 +31,7 @@ def here(byte_model, tmp_path, monkeypatch) -> Path:
 
 @pytest.fixture(scope="session")
 def finished(tmp_path_factory):
-    """Name of RUNS -> (folder of the finished run, its data). They are trained when they are asked for."""
+    """Name of FINISHED -> (folder of the finished run, its data). They are trained when they are asked for."""
     folder, done = make_small(tmp_path_factory.mktemp("finished")), {}
     write_rows(folder / "pairs.jsonl", PAIRS)
     write_rows(folder / "classes.jsonl", CLASSES)
@@ -40,7 +39,7 @@ def finished(tmp_path_factory):
 
     def run(name: str) -> tuple[Path, Path]:
         if name not in done:
-            given = dict(RUNS[name])
+            given = dict(FINISHED[name])
             rows = given.pop("rows")
             train(tuned(folder, name, rows, **given | dict(val=str(folder / rows), eval_tokens=10**6, lr=2e-3)))
             done[name] = folder / name, folder / rows

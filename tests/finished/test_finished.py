@@ -8,8 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from finished_runs import CLASSES, PAIRS, RUNS, last_eval
-from runs import write_rows
+from runs import CLASSES, FINISHED, PAIRS, last_eval, write_rows
 from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
@@ -20,7 +19,7 @@ METHOD = {"dpo": ["--method", "dpo"]}
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", FINISHED)
 def test_eval_says_what_the_run_has_said_last(name, finished, said):
     out, data = finished(name)
     printed, _ = said("eval", out, "--data", data, *METHOD.get(name, []))

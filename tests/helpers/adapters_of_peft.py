@@ -10,7 +10,7 @@ from tiny import CASES, oracle
 from transformers import AutoModelForCausalLM
 
 from trireme.engine.tuning.adapters import WEIGHTS
-from trireme.engine.tuning.merge import merge_adapter
+from trireme.engine.tuning.merging import merge_adapter
 from trireme.engine.tuning.peft_config import CONFIG
 from trireme.engine.tuning.spellings import PREFIX
 from trireme.storage.checkpoint import open_source

@@ -35,7 +35,7 @@ from trireme.engine.run.loop import load_record
 from trireme.engine.step import train_step
 from trireme.engine.tuning.base import CheckpointBase, why_copied
 from trireme.engine.tuning.chosen import adapted
-from trireme.engine.tuning.packed import as_stored, as_trained
+from trireme.engine.tuning.packed_source import as_stored, as_trained
 from trireme.engine.tuning.parts import open_checkpoint
 from trireme.engine.updates import AdamW
 from trireme.models import hf

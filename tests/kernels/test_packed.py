@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from four_bits import in_words
 from kernel_checks import DEVICES, DTYPES, framed
+from packed_files import in_words
 
 from trireme.kernels.packed import e4m3, fp4, int4, nf4, reference
 

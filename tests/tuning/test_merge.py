@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from trireme.engine.tuning.adapters import WEIGHTS
 from trireme.engine.tuning.base import stamps
-from trireme.engine.tuning.merge import merge_folder, new_folder
+from trireme.engine.tuning.merging import merge_folder, new_folder
 from trireme.models.config import InputError, read_config
 from trireme.storage.checkpoint import open_source
 from trireme.storage.files import StoreError

@@ -16,12 +16,13 @@ from tiny import HYBRID, LLAMA, oracle
 from transformers import AutoModelForCausalLM
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
+from trireme.engine.exchange import Exchange
 from trireme.engine.geometry import Geometry
 from trireme.engine.run.loop import train as finetune
 from trireme.engine.tuning.base import why_copied
 from trireme.engine.tuning.chosen import adapted, chosen
-from trireme.engine.tuning.merge import merge_adapter
-from trireme.engine.tuning.packed import as_said, as_stored, check_packing, unpacked
+from trireme.engine.tuning.merging import merge_adapter
+from trireme.engine.tuning.packed_source import as_said, as_stored, check_packing, unpacked
 from trireme.engine.tuning.parts import open_checkpoint
 from trireme.kernels.reference import split_master
 from trireme.models.config import InputError, Lora, read_config
@@ -54,8 +55,9 @@ def pieces(source, name):
     return whole
 
 
-def written(x, out):
-    x.save(out)
+def written(e, source, out):
+    """(tensors, config.json) of what an engine has."""
+    Exchange(e.cfg, source, e.placement).save(out)
     config = json.loads((out / "config.json").read_text())
     return load_file(out / "model.safetensors"), config
 
@@ -95,14 +97,14 @@ def test_all_is_trained_from_exact_masters_and_written_in_bf16(made, form, tmp_p
     x.load()
     masters = final_weights(e)
     assert all(torch.equal(masters[n], values.flatten()) for n, values in decoded.items() if n in masters)
-    before, config = written(x, tmp_path / "before")
+    before, config = written(e, source, tmp_path / "before")
     assert "quantization_config" not in config
     assert before.keys() == load_file(plain / "model.safetensors").keys()
     assert all(torch.equal(before[n], split_master(values)[0]) for n, values in decoded.items())
     opener = loaded(tmp_path / "before").state_dict()
     assert all(torch.equal(opener[n], before[n].float()) for n in opener.keys() & before.keys())
     train(e, batches(cfg, 1, 2, 24))
-    after, _ = written(x, tmp_path / "after")
+    after, _ = written(e, source, tmp_path / "after")
     assert not all(torch.equal(after[name], before[name]) for name in decoded)
 
 
@@ -151,7 +153,7 @@ def test_what_stays_frozen_is_copied_as_it_is(made, form, layers, tmp_path):
     assert all(layers in name for name in parts)
     x.load()
     train(e, batches(cfg, 1, 2, 24))
-    after, _ = written(x, tmp_path)
+    after, _ = written(e, source, tmp_path)
     before, bf16 = (load_file(p / "model.safetensors") for p in (plain if layers else folder, plain))
     assert before.keys() == after.keys()
     same = {n for n, t in before.items() if torch.equal(t.view(torch.uint8), after[n].view(torch.uint8))}
@@ -288,7 +290,7 @@ MTP = "mtp.layers.0.mlp.down_proj"
 @pytest.fixture(scope="module")
 def groups(tmp_path_factory):
     """As Qwen3.6 is released in int4: MTP in groups of another size, linear_attn itself among what is left out."""
-    from four_bits import in_int4
+    from packed_files import in_int4
 
     folder = tmp_path_factory.mktemp("groups")
     oracle("qwen3_5_text", HYBRID)[0].bfloat16().save_pretrained(folder)

@@ -31,8 +31,8 @@ from trireme.engine.plan import UnitPlan
 from trireme.engine.queues.real import InlineQueues
 from trireme.engine.tuning.adapters import WEIGHTS, adapter_shapes, peft_names, save_adapter
 from trireme.engine.tuning.chosen import adapted, targets
-from trireme.engine.tuning.merge import merge_adapter
-from trireme.engine.tuning.packed import as_stored
+from trireme.engine.tuning.merging import merge_adapter
+from trireme.engine.tuning.packed_source import as_stored
 from trireme.engine.tuning.peft import read_adapter
 from trireme.engine.tuning.peft_config import CONFIG, ONLY, UNUSED
 from trireme.engine.tuning.spellings import PREFIX

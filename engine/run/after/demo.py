@@ -98,7 +98,7 @@ def make_checkpoint(folder: Path, seed: int) -> int:
         shapes |= {f"{layer}mlp.down_proj": (WIDTH, FFN)}
         shapes |= {f"{layer}{name}_layernorm": (WIDTH,) for name in ("input", "post_attention")}
     dice = np.random.default_rng(seed)
-    drawn = lambda shape: dice.normal(0, 0.02, shape) if len(shape) > 1 else np.ones(shape)
+    drawn = lambda shape: np.asarray(dice.normal(0, 0.02, shape)) if len(shape) > 1 else np.ones(shape)
     weights = {f"{name}.weight": drawn(shape).astype(np.float32) for name, shape in shapes.items()}
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     return len(words)

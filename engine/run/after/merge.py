@@ -8,8 +8,8 @@ from pathlib import Path
 from trireme.engine.run import config_file, opening, screen
 from trireme.engine.run.after import hub
 from trireme.engine.run.options import Merge, Options
-from trireme.engine.tuning.merge import merge_folder
-from trireme.engine.tuning.packed import check_packing
+from trireme.engine.tuning.merging import merge_folder
+from trireme.engine.tuning.packed_source import check_packing
 from trireme.engine.tuning.parts import open_checkpoint
 from trireme.engine.tuning.peft import scored_by
 from trireme.models.config import InputError, read_config

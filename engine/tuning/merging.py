@@ -19,7 +19,7 @@ from trireme.engine.placement import Progress, silent
 from trireme.engine.tuning.adapters import Adapter
 from trireme.engine.tuning.base import check_unchanged, stamps
 from trireme.engine.tuning.headed import headed
-from trireme.engine.tuning.packed import Packed, unpacked
+from trireme.engine.tuning.packed_source import Packed, unpacked
 from trireme.engine.tuning.peft import read_adapter
 from trireme.engine.tuning.rewritten import Values, entries_of, rewritten
 from trireme.models import hf
