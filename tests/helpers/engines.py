@@ -13,7 +13,7 @@ from concurrent.futures import Future
 from dataclasses import asdict, replace
 from functools import partial
 from math import prod
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -605,6 +605,7 @@ def fork() -> int:
     torch makes its pool of threads anew when a child first asks for it, which fails where two threads do so at once.
     """
     gc.collect()
+    resource_tracker.ensure_running()  # shared: one of a child's own would complain that it does not clean up
     pid = os.fork()
     if not pid:
         signal.alarm(600)
