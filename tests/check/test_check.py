@@ -65,24 +65,6 @@ def test_without_a_gpu_it_says_so_and_checks_the_rest(quick, capsys, monkeypatch
     assert os.listdir(quick / "nvme") == []
 
 
-def test_steps_use_a_drive_that_was_measured(quick, monkeypatch):
-    """Not the first one, if that is too full to be tried."""
-    for name in ("full", "free"):
-        (quick / name).mkdir()
-    usage = lambda folder: SimpleNamespace(free=(1 << 40) * (folder.name != "full"), total=1 << 41)
-    monkeypatch.setattr("trireme.engine.check.drives.shutil.disk_usage", usage)
-    monkeypatch.setattr(drive, "identity", lambda folder: {"model": "a drive"})
-    used = []
-
-    def steps(device, limits, rates, folder, end):
-        used.append((rates.ssd_read, folder.name))
-        return iter(())
-
-    monkeypatch.setattr(check, "steps", steps)
-    assert main(["check", "--store", "full,free"]) == 0
-    assert used == [(3e9, "free")]
-
-
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
@@ -181,29 +163,6 @@ def test_rates_are_compared_with_those_of_such_a_gpu():
     assert [row.change for row in gpu._against(gpu.known("a GPU of tomorrow"), usual)] == [""] * 4
 
 
-@pytest.mark.parametrize(("limit", "said"), [(3, "3 GiB and no more"), (99, "5 GiB, as much as was tried")])
-def test_ram_is_pinned_until_cuda_refuses(monkeypatch, limit, said):
-    class Fake:
-        refused, held, closed = 0, 0, False
-
-        def __init__(self, *_):
-            pass
-
-        def alloc(self, tier, what, nbytes, count):
-            self.held += nbytes
-            self.refused += nbytes * (self.held > limit << 30)
-
-        def close(self):
-            Fake.closed = True
-
-    monkeypatch.setattr(gpu, "Memory", Fake)
-    monkeypatch.setattr(gpu, "available_ram", lambda: 10 << 30)
-    row = gpu.pinned(torch.device("cpu"))
-    assert row.found == said
-    assert bool(row.change) == row.numbers["refused"] == ("no more" in said)
-    assert Fake.closed
-
-
 @pytest.mark.parametrize("group", GROUPS)
 def test_every_kernel_has_cases_at_any_size(group):
     """On a CPU each is its own reference."""
@@ -249,15 +208,6 @@ def test_a_kernel_that_cannot_run_is_named(monkeypatch):
     (bad,) = [row for row in rows if row.change]
     assert bad.found == "FAILED: RuntimeError: out of resource: shared memory, required: 131072, limit: 101376"
     assert rows.index(bad) < len(rows) - 1, "the others are compared"
-
-
-def test_a_gpu_without_room_leaves_the_rest(monkeypatch):
-    def full(*_):
-        raise torch.cuda.OutOfMemoryError
-
-    monkeypatch.setattr(gpu, "error", full)
-    rows = list(gpu.kernels(SMALL, lambda case: 1e-3, fp8=True))
-    assert [row.found for row in rows] == ["not all tried: too large for this GPU's memory"] * len(GROUPS)
 
 
 @pytest.mark.full

@@ -74,13 +74,6 @@ def test_a_resumed_run_can_tell_that_settings_differ(here):
     assert tuned.digest({"quantize": [64, 64, 4]}) != tuned.digest({"quantize": [128, 128, 8]})
 
 
-def test_a_setting_a_little_faster_is_not_taken(here, monkeypatch):
-    monkeypatch.setattr(tune, "tried", lambda chip: {name: tried(chip)[name] for name in FASTER})
-    rows = list(tune.rows(GPU, TINY, clock(gain=1.02)))
-    assert rows[-1].found.startswith("none is faster; kept in ")
-    assert tuned.stored(GPU) == {}
-
-
 def test_a_setting_that_fails_or_is_wrong_is_not_taken_and_other_roundings_are_named(here, monkeypatch):
     right = ops.grouped_mm
 
@@ -98,19 +91,6 @@ def test_a_setting_that_fails_or_is_wrong_is_not_taken_and_other_roundings_are_n
     rows = list(tune.rows(GPU, TINY, lambda case: 1 / fastest.get(launch._settings.get("grouped_mm"), 1.0)))
     assert [row.found for row in rows[:1]] == ["64, 64, 128, 4, 3: 2.00 times as fast; rounds differently"]
     assert "with other roundings" in rows[-1].found
-
-
-def test_a_launch_too_large_for_the_gpu_is_left_out(here, monkeypatch):
-    def full(*_):
-        raise torch.cuda.OutOfMemoryError
-
-    monkeypatch.setattr(cases, "loss", full)
-    monkeypatch.setattr(
-        tune, "tried", lambda chip: {name: tried(chip)[name] for name in (*FASTER, "cross_entropy wide")}
-    )
-    said = {row.what: row.found for row in tune.rows(GPU, TINY, clock())}
-    assert said["cross_entropy wide"] == "not tried: too large for this GPU's memory"
-    assert tuned.stored(GPU).keys() == FASTER.keys()
 
 
 def test_hopper_is_tuned_by_calls_that_its_own_kernels_do_not_take(here):

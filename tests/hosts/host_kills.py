@@ -16,7 +16,7 @@ from pathlib import Path
 from kills import COMMANDS, GOLDEN, Bench, Trial, files_of, records_of, watch_files
 from runs import HostRun
 
-from trireme.engine.run import evaluation
+from trireme.engine.run import evaluate, loop
 
 KINDS = {
     "whole": (),
@@ -52,14 +52,15 @@ def go(
     notes = [mmap.mmap(-1, 64) for _ in range(hosts)]
 
     def changed(host: int) -> None:
-        evaluation.LONGEST = 0.0
-        real = evaluation.Evaluation._loss
+        evaluate.LONGEST = 0.0
+        real, evaluates, steps = evaluate.Evaluator.loss, loop.Run.evaluate, [0]
 
-        def worse(e, data):
-            loss, metrics = real(e, data)
-            return loss + abs(e.live.progress.step - BEST), metrics
+        def worse(*given):
+            loss, metrics = real(*given)
+            return loss + abs(steps[-1] - BEST), metrics
 
-        evaluation.Evaluation._loss = worse
+        loop.Run.evaluate = lambda run: (steps.append(run.done.step), evaluates(run))[1]
+        evaluate.Evaluator.loss = worse
         watch_files(str(inside), before * (host == victim), late * (host == victim), notes[host])
 
     run = HostRun(inside / "said", hosts, argv, changed)
@@ -99,7 +100,7 @@ def trial(bench: Bench, wholes: dict[str, Whole], seed: int) -> Trial:
         ended = not any(codes) or any("that run is finished" in text for text in said)
         if ended or (argv[0] == "--resume" and -signal.SIGKILL not in codes):
             break
-        if -signal.SIGKILL not in codes and any(re.search(r"Continue it: --resume ", text) for text in said):
+        if -signal.SIGKILL not in codes and any(re.search(r"--resume ", text) for text in said):
             argv, hosts = ["--resume", str(out)], dice.choice([2, 2, 1, 3])
         codes, said, _ = go(argv, hosts, folder)
     if not ended:

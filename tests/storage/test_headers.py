@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trireme.storage.checkpoint import INDEX, open_source
-from trireme.storage.headers import MAX_HEADER, MAX_TENSORS, CheckpointError, encode_header, read_header
+from trireme.storage.headers import MAX_TENSORS, CheckpointError, encode_header, read_header
 from trireme.storage.layout import sequential
 
 GOOD = {"a": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]}}
@@ -80,18 +80,6 @@ def test_damage_is_named(tmp_path, content, message):
     assert "\n" not in str(e.value)
     assert str(e.value).endswith((". Download or copy it again.", ". Run `git lfs pull`."))
     assert str(path) in str(e.value)
-
-
-def test_a_header_of_gigabytes_is_not_read(tmp_path):
-    path = tmp_path / "x.safetensors"
-    with open(path, "wb") as f:
-        f.write((4 << 30).to_bytes(8, "little"))
-        f.truncate(8 << 30)  # sparse
-    tracemalloc.start()
-    with pytest.raises(CheckpointError, match=str(MAX_HEADER)):
-        read_header(path)
-    assert tracemalloc.get_traced_memory()[1] < 1 << 20
-    tracemalloc.stop()
 
 
 EMPTY = ",".join(f'"t{i}":{{"dtype":"F32","shape":[0],"data_offsets":[0,0]}}' for i in range(300_000))

@@ -218,23 +218,6 @@ def test_a_folder_with_another_runs_second_part_is_not_taken(tmp_path):
         assert holds(store, 0)
 
 
-def test_missing_and_foreign_folders_are_named(tmp_path):
-    with pytest.raises(StoreError, match="holds no store"):
-        Store.open([tmp_path / "nothing"])
-    assert not (tmp_path / "nothing").exists()
-    with create(tmp_path, 2) as store:
-        write_all(store, 0)
-        store.commit(0, {})
-    with pytest.raises(StoreError, match="store of 2 folders"):
-        Store.open(devices(tmp_path, 1))
-    (tmp_path / "other").mkdir()
-    with create(tmp_path / "other", 2) as store:
-        write_all(store, 0)
-        store.commit(0, {})
-    with pytest.raises(StoreError, match="give all of them"):
-        Store.open([devices(tmp_path)[0], devices(tmp_path / "other", 2)[1]])
-
-
 @pytest.mark.parametrize("name", ["files/000000.safetensors", "snapshot-000001-step-1.partial/a", "scratch"])
 def test_a_new_store_takes_no_name_of_others(tmp_path, name):
     path = tmp_path / "d1" / name
@@ -518,17 +501,6 @@ def test_a_changed_bit_of_any_stripe_is_noticed_by_whoever_asks(tmp_path, count,
                 store.read(name, arena(shard.layout.span)).result(60)  # who does not ask is not told
                 flip(path, stripe.nbytes - 1)
         assert damaged(store) == {}
-
-
-def test_a_span_without_bytes_is_as_good_as_any(tmp_path):
-    with Store.create(devices(tmp_path, 2)) as store:
-        store.add("nothing", sequential([("a", "F32", (0, 8))]), weights=True)
-        store.write("nothing", b"").result(60)
-        store.read("nothing", b"").result(60)
-        store.verify("nothing", b"").result(60)
-        store.commit(0, {})
-    with Store.open(devices(tmp_path, 2)) as store:
-        store.verify("nothing", b"").result(60)
 
 
 def test_what_an_fsync_lost_must_be_written_again(tmp_path, monkeypatch):
