@@ -13,6 +13,7 @@ import os
 import re
 import shutil
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -148,9 +149,11 @@ def remove(snapshot: Snapshot, devices: Sequence[Path]) -> None:
 
 
 def erase(folder: Path, snapshot: Snapshot | None = None) -> None:
-    """Removes a snapshot's files from its folder, and the folder; if it has other files, it gets another name. None: a
-    snapshot that was only partly made, whose files are known by their kind.
+    """Removes a snapshot's files from its folder, and the folder; if it has other files, it gets another name. None:
+    that of its manifest, which goes last; without one it was only partly made, and its files are known by their kind.
     """
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        snapshot = snapshot or parse(read_small(folder / MANIFEST, LARGEST))
     if snapshot is None:
         known = [path for pattern in ("*.safetensors", "*.partial") for path in folder.glob(pattern)]
         known += [folder / name for name in _auxiliary(folder)]

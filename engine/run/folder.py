@@ -54,7 +54,7 @@ KNOWN = (
     *PARTS,
     "teacher/*/part-*.safetensors",
     "teacher/**/.*.partial",
-    f"host-*/{STATE}",
+    *(f"host-*/{name}" for name in (STATE, "log.jsonl", *PARTS)),
 )
 ADAPTER = "adapter_model.safetensors"
 UNFIT = {errno.EACCES, errno.EPERM, errno.EROFS, errno.EEXIST, errno.ENOENT, errno.ENOTDIR, errno.EINVAL}
@@ -317,7 +317,7 @@ def _state_again(folder: Folder) -> State:
     """The state of a run whose file is lost or damaged, from its store and its log."""
     ids = [id for path in folder.stores if (id := folders.run_of(path))]
     log = folder.out / "log.jsonl"
-    started = any(map(snapshots.folders, folder.stores)) or (log.exists() and log.stat().st_size > 0)
+    started = any(snapshots.folders(path) for path in folder.stores if path.is_dir()) or (log.exists() and log.stat().st_size > 0)
     return State(ids[0] if ids else uuid.uuid4().hex, started=started)
 
 
@@ -333,6 +333,7 @@ def _locked(out: Path, run: Path, made: list[Path]) -> Iterator[Folder]:
         if folder.store:
             folder.store.close()
         os.close(fd)
+        remove_folders(made)  # those without files
 
 
 def run_folder(out: Path) -> Path:

@@ -231,7 +231,8 @@ def stopped(folder):
     def copy(hosts: int, name: str) -> Path:
         if hosts not in made:
             made[hosts] = folder / f"stopped-{hosts}"
-            run = Run(made[hosts], hosts, command(folder, made[hosts]), lambda host: host < hosts - 1 or hold(3))
+            argv = command(folder, made[hosts], "--gpu-memory", "9MiB")  # one host's state is in RAM, too
+            run = Run(made[hosts], hosts, argv, lambda host: host < hosts - 1 or hold(3))
             run.reach(2)
             run.kill(hosts - 1, signal.SIGTERM)
             assert run.ended() == [130] * hosts, run.errors()
@@ -318,7 +319,6 @@ def test_what_a_host_leaves_that_was_killed_at_its_end_is_removed(folder, hosts)
     out, drive = folder / f"end-{hosts}", folder / f"end-drive-{hosts}"
     run = Run(out, 2, command(folder, out, "--store", str(drive), "--max-steps", "2"), killed_at_its_end)
     assert run.ended() == [4, -signal.SIGKILL], run.errors()
-    assert list(drive.iterdir()) == [drive / "host-1"]
     assert "that run is finished" in refused(out, hosts, ["--resume", str(out)])
     assert not drive.exists() or not any(drive.iterdir())  # one host made it, and may end before another
     assert not [path for path in out.iterdir() if path.is_dir() or path.name.startswith(".")]
@@ -349,17 +349,15 @@ def test_what_hosts_are_given_is_compared_before_anything_is_written(folder):
     weights = bytearray((grown / "model.safetensors").read_bytes())
     weights[-4] ^= 1  # of the last value
     (grown / "model.safetensors").write_bytes(weights)
-    argv = command(folder, out)
-    rate = lambda host: [*argv, "--seed", str(host)]
-    assert "host 1 was started with other options than host 0: --seed." in refused(out, 2, rate)
-    text = lambda host: [*command(folder, out), *(["--data", str(other)] if host else [])]
-    assert "host 1 was started with other data than host 0: --data, --val." in refused(out, 2, text)
-    held = lambda host: [str(other if host else folder / "stories.txt") if word == "0.1" else word for word in argv]
-    assert "host 1 was started with other data than host 0: --val." in refused(out, 2, held)
-    bits = lambda host: [str(grown if host else folder / "checkpoint"), *command(folder, out)[1:]]
-    assert "host 1 was started with other weights than host 0: those that are trained." in refused(out, 2, bits)
-    assert "WORLD_SIZE is 2 hosts: give --out DIR" in refused(out, 2, command(folder, out)[:3])
-    assert "host 1 was started with other GPUs than host 0: --device." in refused(
-        out, 2, command(folder, out), other_gpu
-    )
+    argv, plain = command(folder, out), lambda host: None
+    in_turn = lambda old, new: lambda host: [str(new) if host and word == str(old) else word for word in argv]
+    trials = {
+        "options than host 0: lr": (in_turn("3e-3", "4e-3"), plain),
+        "data than host 0": (in_turn(folder / "stories.txt", other), plain),
+        "data than host 0: --val": (in_turn("0.1", other), plain),
+        "weights than host 0": (in_turn(folder / "checkpoint", grown), plain),
+        "GPUs than host 0": (argv, other_gpu),
+    }
+    for culprit, (given, changed) in trials.items():
+        assert f"host 1 was started with other {culprit}" in refused(out, 2, given, changed)
     assert not [path for path in out.rglob("*") if path.is_file()]

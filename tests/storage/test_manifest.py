@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from stores import STATE, WEIGHTS, create, devices, holds, write_all
 
-from trireme.storage import snapshots
+from trireme.storage import folders, snapshots
 from trireme.storage.auxiliary import TEMPLATES
 from trireme.storage.files import StoreError
 from trireme.storage.snapshots import FORMAT, MANIFEST
@@ -122,6 +122,15 @@ def test_the_folders_of_a_store_may_be_links_themselves(tmp_path):
         assert holds(store, 1)
         store.remove()
     assert all((tmp_path / f"d{k}").is_symlink() and not any((tmp_path / f"drive{k}").iterdir()) for k in range(2))
+
+
+def test_a_store_whose_hard_links_were_split_by_a_copy_is_removed_whole(ours, tmp_path):
+    shutil.copytree(ours, tmp_path / "copy")
+    with Store.open(devices(tmp_path / "copy", 2)):
+        pass
+    shutil.copytree(tmp_path / "copy", tmp_path / "again")
+    folders.discard([tmp_path / "again" / f"d{k}" for k in range(2)])
+    assert not [path for path in (tmp_path / "again").rglob("*") if path.name not in ("d0", "d1")]
 
 
 @pytest.mark.parametrize("end", ["commit", "remove", "clean"])
