@@ -22,7 +22,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from trireme.engine.planner.probe.compute import timed
 from trireme.kernels import ops
 from trireme.models.config import ModelConfig
-from trireme.models.sizes import costs, narrow, shapes
+from trireme.models.sizes import costs, measure, narrow, shapes
 
 Call = Callable[[], object]
 LONG = 1.0  # seconds of warm-up until the clock settles, and of a timed loop
@@ -140,8 +140,8 @@ def parts_rate(cfg: ModelConfig, tokens: int, seq: int, device: torch.device) ->
     """
     forward, backward = gemms(cfg, tokens, device)
     calls = [*forward, *backward, *_attention(cfg, tokens // seq, seq, device)]
-    pairs = costs.attended_pairs([seq] * (tokens // seq), cfg.window)
-    flops = costs.forward_flops(cfg, 1, tokens, pairs) + costs.backward_flops(cfg, 1, tokens, pairs)
+    pairs = costs.layer_pairs(cfg, [seq] * (tokens // seq))
+    flops = measure.forward_flops(cfg, 1, tokens, pairs) + measure.backward_flops(cfg, 1, tokens, pairs)
     return sustained(calls, flops, device)
 
 
@@ -177,13 +177,14 @@ def gemms(cfg: ModelConfig, tokens: int, device: torch.device | str) -> tuple[li
 
 def _attention(cfg: ModelConfig, documents: int, seq: int, device: torch.device) -> list[Call]:
     """cuDNN's forward and backward."""
-    q, k, v = (torch.randn(documents, heads, seq, cfg.head_dim, dtype=torch.bfloat16, device=device, requires_grad=True)
-               for heads in (cfg.n_heads, cfg.n_kv_heads, cfg.n_kv_heads))  # fmt: skip
+    spec = cfg.attentions[0]
+    q, k, v = (torch.randn(documents, heads, seq, spec.dim, dtype=torch.bfloat16, device=device, requires_grad=True)
+               for heads in (spec.heads, spec.kv_heads, spec.kv_heads))  # fmt: skip
     dy = torch.randn_like(q)
 
     def forward() -> torch.Tensor:
         with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
-            return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=cfg.n_heads != cfg.n_kv_heads)
+            return scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=spec.heads != spec.kv_heads)
 
     y = forward()
     return [forward, lambda: torch.autograd.grad(y, (q, k, v), dy, retain_graph=True)]

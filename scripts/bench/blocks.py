@@ -147,7 +147,8 @@ def all_of(calls: Sequence[Callable]) -> None:
 
 def best_attention(b: Block) -> tuple[dict[str, Callable], tuple[str, ...]]:
     """(the fastest attention's forward and backward, whose they are)."""
-    a = attention_inputs(b.rows.docs.lengths, b.cfg.n_heads, b.cfg.n_kv_heads, b.cfg.head_dim)
+    spec = b.cfg.attentions[0]
+    a = attention_inputs(b.rows.docs.lengths, spec.heads, spec.kv_heads, spec.dim)
     forward, backward = ({who: run for who, (run, _) in found.items()} for found in dense_peers(a))
     out, lse = ops.attention_fwd(a.q, a.k, a.v, a.docs, a.scale)
     forward["ours"] = lambda: ops.attention_fwd(a.q, a.k, a.v, a.docs, a.scale)
@@ -173,13 +174,17 @@ def peer_layer(b: Block, liger: bool):
         from liger_kernel.transformers import apply_liger_kernel_to_llama
 
         apply_liger_kernel_to_llama(cross_entropy=False, fused_linear_cross_entropy=False)
-    cfg = b.cfg
-    keys: dict = dict(hidden_size=cfg.width, num_hidden_layers=b.u, vocab_size=8, num_attention_heads=cfg.n_heads)
-    keys |= dict(num_key_value_heads=cfg.n_kv_heads, head_dim=cfg.head_dim, max_position_embeddings=cfg.max_positions)
+    cfg, spec = b.cfg, b.cfg.attentions[0]
+    keys: dict = dict(hidden_size=cfg.width, num_hidden_layers=b.u, vocab_size=8, num_attention_heads=spec.heads)
+    keys |= dict(num_key_value_heads=spec.kv_heads, head_dim=spec.dim, max_position_embeddings=cfg.max_positions)
     found = next(layers for layers in LAYERS.values() if layers.cfg == replace(cfg, fp8=False))
-    keys |= dict(attn_implementation="flex_attention" if cfg.names.sinks else "sdpa")
+    keys |= dict(attn_implementation="flex_attention" if cfg.names.mixer.sinks else "sdpa")
     with torch.device(DEVICE):
-        keys |= dict(experts_implementation="grouped_mm") if cfg.experts else dict(intermediate_size=cfg.ffn)
+        keys |= (
+            dict(experts_implementation="grouped_mm")
+            if cfg.experts
+            else dict(intermediate_size=cfg.layers[0].mlp.width)
+        )
         hf = AutoConfig.for_model(found.kind, **keys, **found.more)
         whole = AutoModel.from_config(hf)
         layer, rotation = whole.layers[b.u - 1].to(BF16), whole.rotary_emb
@@ -200,6 +205,11 @@ def seen(tokens: int, window: int):
     return create_block_mask(visible, None, None, tokens, tokens, device=DEVICE)
 
 
+def _window(b: Block) -> int:
+    spec = b.cfg.layers[b.u - 1].attention
+    return spec.window if spec else 0
+
+
 def peer_call(b: Block, liger: bool, compile: bool) -> Callable[[], None]:
     """Forward and backward of transformers' layer, of `b.cfg.fp8` by torchao; gradients accumulate, like ours."""
     layer, rotation = peer_layer(b, liger)
@@ -209,12 +219,12 @@ def peer_call(b: Block, liger: bool, compile: bool) -> Callable[[], None]:
         convert_to_float8_training(layer)
     x, dy = (t.view(len(b.rows.docs.lengths), -1, b.cfg.width) for t in (b.x.clone(), b.dy))
     x.requires_grad_()
-    position_ids, window = torch.arange(x.shape[1], device=DEVICE)[None], b.cfg.layer_window(b.u - 1)
+    position_ids, window = torch.arange(x.shape[1], device=DEVICE)[None], _window(b)
     kinds = ["sliding_attention" if window else "full_attention"] if hasattr(rotation, "layer_types") else []
     rotated = rotation(
         x, position_ids.expand(3, 1, -1) if b.cfg.scan else position_ids, *kinds
     )  # 3: time, height, width
-    mask = seen(x.shape[1], window) if b.cfg.names.sinks else None
+    mask = seen(x.shape[1], window) if b.cfg.names.mixer.sinks else None
     call = torch.compile(layer, dynamic=False) if compile else layer
 
     def both() -> None:

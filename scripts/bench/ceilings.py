@@ -24,7 +24,7 @@ from trireme.engine.planner.rates import Rates, rates_of
 from trireme.engine.queues.names import READS, WRITES, kind_of
 from trireme.engine.queues.trace import Span
 from trireme.models.config import ModelConfig, Scan
-from trireme.models.sizes import costs, shapes
+from trireme.models.sizes import costs, measure
 
 
 def measure_rates(
@@ -85,14 +85,13 @@ def lower_bounds(spans: Sequence[Span], ceilings: Rates, adam_params: float) -> 
 def blended(cfg: ModelConfig, plan: Plan, tokens: int, seq: int, rates: Rates) -> Rates:
     """`rates` with `adam` of the plan's moments, and `matmul` of a step's FLOPs, some of them in fp8 at its rate."""
     cfg, rates = plan.cut(cfg), rates.with_moments(plan.adam_bits)
-    pairs, head = costs.attended_pairs([seq] * (tokens // seq), cfg.window), cfg.n_units - 1
-    passes = costs.forward_flops, costs.backward_flops
-    flops = sum(count(cfg, u, tokens, pairs) for u in range(1, head + 1) for count in passes)
-    quick = 0
-    for u in range(1, head):
+    pairs, head = costs.layer_pairs(cfg, [seq] * (tokens // seq)), cfg.n_units - 1
+    flops = quick = 0.0
+    for u in range(1, head + 1):
         kept = frozenset(name for name, _ in plan.units[u].saved)
-        flops += costs.recompute_flops(cfg, kept, tokens, pairs, shapes.kind(cfg, u))
-        quick += sum(costs.in_fp8_work(cfg, u, kept, tokens)[:3])
+        for work in measure.work(cfg, u, tokens, pairs, kept=kept)[u == head :]:
+            flops += sum(work.flops.values())
+            quick += sum(n for kind, n in work.flops.items() if "fp8" in kind)
     return replace(rates, matmul=flops / ((flops - quick) / rates.matmul + quick / rates.fp8)) if quick else rates
 
 

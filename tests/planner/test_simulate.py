@@ -121,5 +121,5 @@ def test_steps_that_a_drive_falls_behind_are_not_the_steady_state():
                 swap_slots=12)  # fmt: skip
     batch = Batch(256, 256, 6)
     seconds = steps(made, RATES, batch)
-    assert seconds[-1] > 1.05 * seconds[3]
+    assert seconds[-1] > 1.03 * seconds[3]
     assert predict(SMALL, made, RATES, batch).step_s == pytest.approx(seconds[-1], rel=1e-3)
