@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import torch
-from tiny import DIALECTS, GLM, HYBRID, HYBRID_EXPERTS, LATENT, LLAMA, MIXTURE, PLAIN, TYPES, YARN
+from tiny import DIALECTS, GEMMA4, GLM, HYBRID, HYBRID_EXPERTS, LATENT, LLAMA, MIXTURE, PLAIN, TYPES, YARN
 from transformers import AutoConfig, AutoModelForImageTextToText
 from transformers.core_model_loading import revert_weight_conversion
 
@@ -13,6 +13,9 @@ SIGLIP = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_att
               patch_size=14)  # fmt: skip
 KIMI = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2, patch_size=14,
             pos_emb_height=4, pos_emb_width=4)  # fmt: skip
+SIGLIP4 = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=2,
+               head_dim=8, patch_size=4)  # fmt: skip
+EXPERTS4 = dict(enable_moe_block=True, num_experts=6, top_k_experts=2, moe_intermediate_size=24)
 PIXTRAL = SIGLIP | dict(head_dim=8)
 TOWER = dict(depth=1, hidden_size=16, intermediate_size=24, num_heads=2, out_hidden_size=40, patch_size=4)
 DEEP = TOWER | dict(deepstack_visual_indexes=[0], num_position_embeddings=16)
@@ -26,6 +29,8 @@ UNTIED, TIED = dict(tie_word_embeddings=False), dict(tie_word_embeddings=True)
 CASES = {  # name -> (model_type, text_config, vision_config, other keys)
     "gemma3": ("gemma3", GEMMA, SIGLIP, dict(mm_tokens_per_image=4)),
     "gemma3 untied": ("gemma3", GEMMA | dict(head_dim=8), SIGLIP, UNTIED | dict(mm_tokens_per_image=4)),
+    "gemma4": ("gemma4", GEMMA4 | EXPERTS4 | dict(pad_token_id=0), SIGLIP4, {}),
+    "gemma4 unified": ("gemma4_unified", GEMMA4 | dict(model_type="gemma4_unified_text", pad_token_id=0), None, {}),
     "mistral3": ("mistral3", PLAIN | dict(model_type="mistral", sliding_window=None), PIXTRAL, UNTIED),
     "ministral3 in mistral3": (
         "mistral3",

@@ -77,12 +77,6 @@ def test_llama_defaults():
     assert cfg.attentions[0].qkv_width == 3 * 4096
 
 
-def test_head_dim_is_independent_of_the_width():
-    spec = parse_config(LLAMA | dict(head_dim=80, num_key_value_heads=8)).attentions[0]
-    assert (spec.q_width, spec.kv_width, spec.qkv_width) == (2560, 640, 3840)
-    assert parse_config(LLAMA | dict(model_type="qwen3", num_key_value_heads=8)).widest_head == 128
-
-
 def test_biases_by_architecture():
     def biases(**keys):
         layer = parse_config(LLAMA | keys).layers[0]
@@ -210,6 +204,7 @@ def test_attention_scale_by_layer():
         (LLAMA | dict(head_dim=81), ["81", "even"]),
         (LLAMA | dict(hidden_size="4096"), ["hidden_size", '"4096"']),
         (LLAMA | dict(hidden_size=None), ["hidden_size", "null"]),
+        (LLAMA | dict(model_type="gemma4_text"), ["E2B and E4B", "12B, 26B-A4B or 31B"]),
         (LLAMA | dict(num_hidden_layers=-1), ["num_hidden_layers"]),
         (LLAMA | dict(vocab_size=True), ["vocab_size"]),
         (LLAMA | dict(rms_norm_eps=float("nan")), ["rms_norm_eps"]),

@@ -4,13 +4,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from blocks import LENGTHS, block_gradients, check_every_subset
+from blocks import block_gradients, check_every_subset
 from tiny import CASES, Tiny, oracle, relative, shifted_labels
 
-from trireme.kernels import ops
-from trireme.models import model
 from trireme.models.config import Lora
-from trireme.models.sizes import narrow, shapes
+from trireme.models.sizes import shapes
 
 pytestmark = pytest.mark.grid
 
@@ -82,22 +80,6 @@ def test_products_that_the_hardware_has_not_stay_in_bf16():
     assert not block.mlps[0].router.fp8
 
 
-@pytest.mark.parametrize(("name", "twice"), [("gpt2", 2), ("olmo2", 2), ("qwen2 moe", 1)])
-def test_what_backward_repeats_and_what_gradients_read_is_quantized_once(name, twice, monkeypatch):
-    """Inputs of MLPs and shared experts, with nothing saved; those of qkv (without an RMSNorm) and o are made twice."""
-    reference, cfg = oracle(*FAMILIES[name])
-    tiny, seen = Tiny(replace(cfg, fp8=True), reference.state_dict(), "BF16", "F32"), []
-    monkeypatch.setattr(
-        ops, "quantize", lambda x, *given, of=ops.quantize, **how: seen.append(x) or of(x, *given, **how)
-    )
-    monkeypatch.setattr(model, "backward", lambda *given, of=model.backward: seen.clear() or of(*given))
-    block_gradients(tiny, ())
-    inputs = [x for x in seen if len(x) == sum(LENGTHS)]  # others are matrices
-    equal = [torch.equal(a, b) for i, a in enumerate(inputs) for b in inputs[:i] if a.shape == b.shape]
-    assert len(inputs) > 3
-    assert sum(equal) == twice
-
-
 MIXTURE = KEYS | dict(num_experts=4, num_experts_per_tok=4, moe_intermediate_size=32, decoder_sparse_step=1)
 
 
@@ -110,17 +92,6 @@ def test_products_of_experts_are_within_the_error_of_the_format(bias):
         model_type, keys = "gpt_oss", KEYS | dict(num_local_experts=4, num_experts_per_tok=4, intermediate_size=32)
     check_errors(model_type, keys)
     check_every_subset(model_type, "BF16", "F32", fp8=True, **keys)
-
-
-@pytest.mark.parametrize("rows", [0, 1 << 20])
-def test_experts_of_few_rows_stay_in_bf16(rows, monkeypatch):
-    """There quantizing the matrices would take longer than fp8 saves."""
-    reference, cfg = oracle("qwen3_moe", MIXTURE)
-    monkeypatch.setattr(narrow, "LEAST_ROWS", rows)
-    seen = []
-    monkeypatch.setattr(ops, "quantize_experts", lambda w, of=ops.quantize_experts: seen.append(w) or of(w))
-    block_gradients(Tiny(replace(cfg, fp8=True), reference.state_dict(), "BF16", "F32"), ())
-    assert len(seen) == (0 if rows else 5)  # up twice, down, the gradients of the rows of both
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2"])

@@ -6,12 +6,11 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from engines import GPT, LIMITS, LLAMA, Words, batches, gpu_plan, make, train
+from engines import GPT, LIMITS, LLAMA, Words, gpu_plan, make
 from safetensors.torch import load_file
 from tiny import CASES, Tiny, oracle, oracle_generate
 from transformers import AutoModelForCausalLM
 
-from trireme.engine import weights
 from trireme.engine.buffers import workspace
 from trireme.engine.data.dataset import MicroBatch
 from trireme.engine.plan import Limits, UnitPlan
@@ -170,23 +169,3 @@ def test_a_cache_takes_what_is_said():
     each = cache.k[0].nbytes + cache.v[0].nbytes
     assert needs(LLAMA, 3, 40, 48, 2) == rest + (LLAMA.n_layers - 1) * each
     assert rest > each
-
-
-@pytest.mark.parametrize("after", range(6))
-def test_out_of_memory_costs_the_sample_alone(after, monkeypatch):
-    """Wherever in a pass it happens, no slot stays owned, and training goes on as if nothing had been."""
-    steps = batches(LLAMA, 2, 2, 24)
-    expected = train(streamed(LLAMA), steps)
-    e, calls, real = streamed(LLAMA), [], weights.views
-
-    def views(*given):
-        calls.append(1)
-        if len(calls) == 1 + after:
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        return real(*given)
-
-    monkeypatch.setattr(weights, "views", views)
-    assert evaluate.sample(e, Words(), LONG) == [(Words().decode(ids), evaluate.NO_ROOM, True) for ids in LONG]
-    assert e.memory.owned() == 0
-    assert not e.weights.held
-    assert train(e, steps) == expected

@@ -10,7 +10,7 @@ from tiny import CASES
 from transformers import AutoConfig
 
 from trireme.engine.planner.sizes import find_model
-from trireme.models.config import Lora, ModelConfig, Teaching, parse_config, with_experts
+from trireme.models.config import Lora, ModelConfig, Teaching, parse_config
 from trireme.models.families.packing import FP8
 from trireme.models.head import LOSS_CHUNK
 from trireme.models.sizes import costs, measure, narrow, shapes
@@ -87,6 +87,13 @@ def test_what_is_computed_again_is_a_sum_over_tensors(cfg):
         assert flops(measure.rebuilt(cfg, 1, TOKENS, PAIRS, kept)) == pytest.approx(again, rel=1e-6, abs=1)
 
 
+def test_experts_of_few_rows_stay_in_bf16():
+    """There quantizing the matrices would take longer than fp8 saves."""
+    cfg, enough = replace(MIXTURE, fp8=True), -(-narrow.LEAST_ROWS * 8 // 3)
+    for tokens in (enough - 1, enough):
+        assert ("grouped fp8" in measure.work(cfg, 1, tokens, 0)[0].flops) == (tokens == enough)
+
+
 def test_attention_is_by_pairs():
     cfg, pairs = find_model("llama-8b"), costs.attended_pairs([100])
     attention = 4 * pairs * 32 * 128
@@ -143,8 +150,3 @@ def test_heads_without_a_kernel_are_counted():
     for dim in (6, 512):
         cfg = parse_config(SMALL | dict(model_type="llama", head_dim=dim))
         assert measure.temporaries(cfg, 1, TOKENS, 4) > 4 * TOKENS * 4 * dim
-
-
-def test_other_experts_are_other_units():
-    wide = with_experts(MIXTURE, width=96)
-    assert measure.forward_flops(wide, 1, TOKENS, 0) > measure.forward_flops(MIXTURE, 1, TOKENS, 0)

@@ -20,14 +20,6 @@ def test_parameters():
     assert shapes.parameters(LLAMA3_8B, 0) == 128256 * 4096
 
 
-def test_units():
-    cfg = GPT2
-    names = shapes.unit_names(cfg)
-    assert len(names) == cfg.n_units == 14
-    assert (names[0], names[12], names[13]) == ("embed", "block011", "head")
-    assert [g[0][0] for g in shapes.weight_groups(cfg, 13)] == ["transformer.ln_f.weight", "transformer.ln_f.bias"]
-
-
 def test_vectors_come_last_in_a_layout():
     """So weight decay applies to a prefix; and q, k, v are neighbours."""
     layout = pack(shapes.weight_groups(LLAMA3_8B, 1), "BF16")
@@ -92,17 +84,6 @@ def test_units_of_glm():
     embedding, vectors = 151552 * 4096, 46 * (2 * 4096 + 96 * 128 + 2 * 8 * 128) + 4096 + 45 * 128
     active = shapes.parameters(cfg) - embedding - vectors - 45 * 120 * 3 * 1408 * 4096
     assert costs.model_flops(cfg, 1000, 0) == 6 * 1000 * active
-
-
-def test_saved_bytes():
-    cfg = LLAMA3_8B
-    assert shapes.saved_bytes(cfg, 10, 2) == {
-        "qkv": 10 * 6144 * 2,
-        "attn_out": 10 * 4096 * 2,
-        "lse": 10 * 32 * 4,
-        "resid": 10 * 4096 * 2,
-        "gate_up": 10 * 28672 * 2,
-    }
 
 
 @pytest.mark.parametrize("cfg", [GPT2, LLAMA3_8B, QWEN3_30B])
