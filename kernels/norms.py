@@ -253,7 +253,8 @@ def norm_bwd(
     strides = *by_head(dy), *by_head(x), *by_head(dx_), by_token(gate), by_token(dgate_)
     _norm_bwd[(tile.programs, parts, heads)](
         dy, x, gate, weight, stats.mean, stats.rstd, dresidual, dx_, dgate_, dw, db, N, *strides, H, D, tile.rows,
-        tile.columns, tile.stages, parts, kind.add_one, kind.gate_first, per_head, num_warps=tile.warps,
+        tile.columns, tile.stages, parts, kind.add_one, kind.gate_first, per_head,
+        num_warps=tile.warps if gate is None else min(16, 2 * tile.warps),  # a gate's terms would spill
     )  # fmt: skip
     pairs = [(out_.view(-1), sums) for out_, sums in ((dweight_, dw), (dbias_, db)) if out_ is not None]
     if pairs:
