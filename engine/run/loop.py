@@ -538,7 +538,8 @@ class Run:
         examples = [job.data.example(k) for k in range(min(EXAMPLES, len(job.data.pieces)))]
         axis = f"loss of {o.method}" if o.method != "sft" else "loss (nats per token)"
         settings = {key: value for key, value in config_file.saved(o).items() if value not in (None, [])}
-        self.log.draw(page.Facts(name, axis, self.lines, examples, settings, timing))
+        with self.training.watched("report"):
+            self.log.draw(page.Facts(name, axis, self.lines, examples, settings, timing))
 
     # ------------------------------------------------------------ the end
 
