@@ -132,8 +132,11 @@ def with_defaults(f: Finished, o: O) -> O:
     return replace(o, **own)
 
 
-def read_rows(f: Finished, o: Eval, codec: Codec, name: str, kind: Kind) -> Dataset:
-    """A source of data, read as by the run that wrote the model. Raises InputError."""
+def read_rows(f: Finished, o: Eval, codec: Codec, name: str, kind: Kind, path: str = "") -> Dataset:
+    """A source of data, read as by the run that wrote the model. `path`: where its rows are, if not under its `name`.
+
+    Raises InputError.
+    """
     seq_len, began, scored = o.seq_len or min(2048, f.cfg.max_positions), time.monotonic(), dict[str, Any]()
     if seq_len > f.cfg.max_positions:
         raise InputError(f"--seq-len {seq_len}: the model has {f.cfg.max_positions} positions. Lower it.")
@@ -144,10 +147,10 @@ def read_rows(f: Finished, o: Eval, codec: Codec, name: str, kind: Kind) -> Data
         kind=kind, system=o.system, variables=json.loads(o.chat_template_kwargs or "{}"), **scored,
     )  # fmt: skip
     far = lambda file, position, size: screen.far(f"reading {file}", position, size, began)
-    data = load_dataset([name], codec, options, far)
+    data = load_dataset([path or name], codec, options, far)
     screen.clear()
     for line in screen.labelled("data", data.report.lines()):
-        screen.say(line)
+        screen.say(line.replace(path, name) if path else line)
     return data
 
 

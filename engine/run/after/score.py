@@ -114,7 +114,7 @@ def _classified(f: Finished, o: Score, codec: Codec, folder: Path) -> Iterator[s
     folder.mkdir(parents=True, exist_ok=True)
     for i, name in enumerate(o.data):
         with labelled(name, f.labels) as path:
-            data = read_rows(f, o, codec, str(path), "classes")
+            data = read_rows(f, o, codec, name, "classes", str(path))
         seq_len, numbers, at = data.options.room, list[np.ndarray](), 0
         with (
             computing(f, o, rows_of(o, seq_len), seq_len) as e,
