@@ -126,8 +126,8 @@ def _content(path: Path) -> bytes:
 def _unfit(folder: Path, path: Path) -> str:
     """Why a file is not copied, or "".
 
-    A link out of the folder may lead to a private file; a tokenizer is none. In the cache of Hugging Face files are links to blobs:
-    snapshots/<revision>/<file> -> ../../blobs/<hash>.
+    A link out of the folder may lead to a private file; a tokenizer is none. In the cache of Hugging Face files are
+    links to blobs: snapshots/<revision>/<file> -> ../../blobs/<hash>.
     """
     if not is_plain(str(path.relative_to(folder))):
         return "has no plain name"

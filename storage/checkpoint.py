@@ -289,8 +289,8 @@ def export(
     progress: Callable[[int], None] = lambda _: None,
     check: Callable[[], None] = lambda: None,
 ) -> dict[str, str]:
-    """Writes a checkpoint to `out` with the source's files, names, shapes, dtypes, metadata and auxiliary files. A single
-    file is called model.safetensors, the name that readers look for.
+    """Writes a checkpoint to `out` with the source's files, names, shapes, dtypes, metadata and auxiliary files. A
+    single file is called model.safetensors, the name that readers look for.
 
     fetch(name) yields new values, flat, as float32 or bf16 bits in uint16; they are rounded to the source's dtype. It
     returns None for a tensor to copy. `progress(nbytes)` is called for bytes written and read back. Files get their
