@@ -6,14 +6,12 @@ import socket
 import time
 
 import pytest
-import torch
 from runs import Hosts
 
 from trireme.engine.hosts import group
 from trireme.engine.hosts.group import LostHost, Place
 from trireme.engine.hosts.host_snapshots import HostSnapshot, Key, last_common
-from trireme.engine.plan import Limits
-from trireme.engine.run import cli, job
+from trireme.engine.run import cli
 from trireme.engine.run.options import Options
 from trireme.models.config import InputError
 from trireme.storage.snapshots import Snapshot
@@ -243,22 +241,6 @@ def test_hosts_go_on_with_the_last_snapshot_that_all_can_read(tmp_path, here, th
 
 def test_a_snapshot_of_another_version_is_one_of_its_own():
     assert HostSnapshot(0, [], Snapshot(1, 4, {"fixed": 1}, {}, {})).key == Key(4, 1, "")
-
-
-def test_hosts_plan_with_the_least_memory_of_their_equal_gpus(monkeypatch):
-    """Another process may use one of them; unequal GPUs are refused."""
-    hosts = Hears("")
-    hosts.values = lambda value: [value, value]
-    of = lambda given, less=(3, 0): job.common_limits(
-        Options(**given), Limits(10, 20, 2, less=less), torch.device("cpu")
-    )
-    assert of({}).of(0) == 7
-    monkeypatch.setattr(job, "here", lambda: hosts)
-    assert of({}) == Limits(7, 20, 2)
-    assert of({}, ()) == Limits(10, 20, 2)
-    monkeypatch.setattr(job, "are_equal", lambda device, gpus: False)
-    with pytest.raises(InputError, match="unequal GPUs"):
-        of({})
 
 
 @pytest.mark.parametrize(("visible", "taken"), [(None, "2,3"), ("4,5,6,7", "6,7"), ("4,5,6", None), ("", "")])

@@ -17,7 +17,6 @@ import stories
 from runs import HostRun as Run
 from runs import alone, free_port, hold, losses, make_small
 from script_files import ROOT
-from tiny import CASES, oracle
 
 from trireme.engine.gradients import SharedGradients
 from trireme.engine.queues import watchdog
@@ -105,24 +104,6 @@ def test_fp32_masters_that_hosts_share_are_written_as_by_one(folder, what, monke
     assert {path.parent.name for path in written} >= {"", "step-2", "best", *["merged"] * bool(what)}
     for path in written:
         assert (outs[0] / path).read_bytes() == (outs[1] / path).read_bytes(), path
-
-
-@pytest.mark.full
-def test_a_mixture_of_experts_and_what_is_told_of_its_load(folder):
-    """Without a loss of balance; with one: tests/engine/test_hosts.py."""
-    model_type, keys = CASES["qwen3 moe"]
-    oracle(model_type, keys | dict(vocab_size=stories.VOCAB))[0].save_pretrained(folder / "experts")
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(folder / "checkpoint" / name, folder / "experts" / name)
-    outs = [folder / f"experts-{hosts}" for hosts in (1, 3)]
-    argvs = [[str(folder / "experts"), *command(folder, out, "--max-steps", "3")[1:]] for out in outs]
-    assert alone(argvs[0]) == [0]
-    run = Run(outs[1], 3, argvs[1])
-    assert run.ended() == [0, 0, 0], run.errors()
-    assert same(outs[1], outs[0])
-    said = [re.findall(r'"expert_share": [\d.]+, "experts_idle": \d+', (out / "log.jsonl").read_text()) for out in outs]
-    assert len(said[0]) == 3
-    assert said[0] == said[1]
 
 
 @pytest.mark.full
