@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -89,8 +90,14 @@ class Watch(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = func._schema.name.removeprefix("aten::")
-        result = kwargs["out"] if name in WITHOUT_META and "out" in kwargs else func(*args, **kwargs)
         thick, first = False, TORCH_PRODUCTS.get(name)
+        dtype = next((a for a in (*args, *kwargs.values()) if isinstance(a, torch.dtype)), None)
+        if "out" in kwargs and (first is not None or name in WITHOUT_META):
+            result = kwargs["out"]
+        elif first is not None and dtype:  # torch 2.11 cannot compute these on "meta"
+            result = args[0].new_empty((args[first].shape[0], args[first + 1].shape[1]), dtype=dtype)
+        else:
+            result = func(*args, **kwargs)
         if first is not None and not self._multiplies():
             a, b = args[first : first + 2]
             self.flops["gemm"] += 2.0 * a.numel() * b.shape[1]
