@@ -147,11 +147,19 @@ def sizes(s: Search, plan: Plan) -> Iterable[Plan]:
 
 
 def placed(s: Search, plan: Plan) -> Iterable[Plan]:
-    """Inputs and state as in `sizes`, each with as many saved tensors in RAM as fit, or with half of them."""
+    """Inputs and state as in `sizes`, each with as many saved tensors in RAM as fit, or with half of them; also with
+    no state on the GPU, which the rule fills with it: what is swapped needs buffers there.
+    """
     streams = any(unit.update == "gpu" for unit in plan.units)
     for x, state in product(INPUTS, (0.0, 1.0)) if s.geo.cfg.lora is None else ():
         for other in s.rule(Strategy(x, state, updates=GPU_UPDATES * streams), (plan.tokens, plan.n_micro)):
-            yield from swapped(s, replace(other, late_moments=plan.late_moments, piece=plan.piece), (1.0, 0.5))
+            full = replace(other, late_moments=plan.late_moments, piece=plan.piece)
+            on_gpu = [u for u, unit in enumerate(full.units) if unit.state == "gpu"]
+            for room in dict.fromkeys(
+                (full, full.changed(on_gpu if s.wanted.free else (), weights="ram", state="ram"))
+            ):
+                if s.fits(room):
+                    yield from swapped(s, room, (1.0, 0.5))
 
 
 def late(s: Search, plan: Plan) -> Iterable[Plan]:
