@@ -123,7 +123,7 @@ def draw(seed: int):
         shared = r.choice((0, 8 * r.randrange(8, 200)))
         own = Experts(r.choice((5, 16, 60)), r.choice((1, 2, 5)), 8 * r.randrange(4, 40), True, shared, shared > 0)
         family = "qwen2_moe" if shared else "qwen3_moe"
-        layer = replace(cfg.layers[0], names=FAMILIES[family].names, mlps=(own,))
+        layer = replace(cfg.layers[0], mlp_names=FAMILIES[family].names.mlp, mlps=(own,))
         cfg = replace(cfg, model_type=family, layers=(layer,) * r.randrange(1, 5))
     elif seed >= 32:
         targets = ("q_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")

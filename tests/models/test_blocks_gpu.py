@@ -53,10 +53,15 @@ def case(request):
     return cfg, reference.state_dict(), ids
 
 
+def saved_names(cfg):
+    """Of tensors that some layer can save."""
+    return list({name: None for layer in cfg.layers for name in shapes.saved_of(cfg, layer, 1)})
+
+
 def test_losses_and_gradients_are_those_of_a_cpu(case):
     cfg, state, ids = case
     here, there = Tiny(cfg, state), Tiny(cfg, state, device="cuda")
-    labels, keep = shifted_labels(ids, LENGTHS), list(shapes.saved_shapes(cfg, 1))[::2]
+    labels, keep = shifted_labels(ids, LENGTHS), saved_names(cfg)[::2]
     expected = here.train(ids, labels, LENGTHS)
     losses = there.train(ids.to(there.device), labels.to(there.device), LENGTHS, keep)
     assert relative(losses.cpu(), expected) < 1e-4
@@ -70,7 +75,7 @@ def test_no_block_waits_for_the_gpu(case):
     cfg, state, ids = case
     tiny = Tiny(cfg, state, "BF16", "F32", device="cuda")
     load = make_load(cfg, len(ids), 0.1, tiny.device)
-    ids, rows, keep = ids.to(tiny.device), tiny.rows(LENGTHS, load), list(shapes.saved_shapes(cfg, 1))[1::2]
+    ids, rows, keep = ids.to(tiny.device), tiny.rows(LENGTHS, load), saved_names(cfg)[1::2]
 
     def step():
         xs, saves = tiny.hidden(ids, rows, keep)
