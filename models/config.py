@@ -418,7 +418,7 @@ def _renamed(raw: dict[str, Any], family: Family, where: str) -> dict[str, Any]:
 
 def _mtp_layers(keys: Keys) -> int:
     name = "num_nextn_predict_layers"
-    return 0 if keys.raw.get(name) == 0 else keys.count(name, 1, MOST_LAYERS)
+    return 0 if keys.raw.get(name, 1) in (0, None) else keys.count(name, 1, MOST_LAYERS)
 
 
 def _wrapped(raw: dict[str, Any], where: str, model_type: str) -> ModelConfig:

@@ -134,10 +134,12 @@ def check_packing(cfg: ModelConfig, source: Source, say: Say) -> None:
 
 def unsaid(folder: Path, packing: Packing) -> str:
     """The message about packed matrices of which config.json says nothing."""
-    return (
-        f'{folder}: there are tensors in {packing.word}, but config.json has no "quantization_config". Copy it from '
-        "the release: transformers does not find these tensors without it."
-    )
+    said = f'{folder}: there are tensors in {packing.word}, but config.json has no "quantization_config"'
+    if (folder / OF_PACKINGS[0]).exists():
+        algorithm = "NVFP4" if packing.code == "fp4" else "FP8"
+        key = f'"quantization_config": {{"quant_method": "modelopt", "quant_algo": "{algorithm}"}}'
+        return f"{said}. {OF_PACKINGS[0]} describes them (ModelOpt 0.29 and older). Put {key} into config.json."
+    return f"{said}. Copy it from the release: transformers does not find these tensors without it."
 
 
 def as_stored(cfg: ModelConfig, source: Source) -> ModelConfig:

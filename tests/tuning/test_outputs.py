@@ -1,6 +1,7 @@
 """An output opens as its source did: files that no longer fit are left out, files that others name are there."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -13,7 +14,11 @@ from tiny import LLAMA, oracle
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from trireme.engine.tuning.chosen import chosen
+from trireme.engine.tuning.packed_source import check_packing
+from trireme.engine.tuning.parts import open_checkpoint
+from trireme.models.config import InputError, read_config
 from trireme.storage.checkpoint import open_source
+from trireme.storage.headers import CheckpointError
 
 QUANTIZERS = ("hf_quant_config.json", "quant_config.json", "quantization_config.json", "quantize_config.json")
 CONFIGURATION = "from transformers import LlamaConfig\n\n\nclass OwnConfig(LlamaConfig):\n    model_type = 'own'\n"
@@ -58,6 +63,23 @@ def test_files_about_a_packing_go_where_it_is_decoded(form, trained, tmp_path):
         opener = AutoModelForCausalLM.from_pretrained(out)
         tensors = load_file(out / "model.safetensors")
         assert all(torch.equal(t, tensors[name]) for name, t in opener.state_dict().items() if name in tensors)
+
+
+def test_the_key_that_an_older_modelopt_has_not_written_is_named(tmp_path):
+    """Put in as the message says, the checkpoint opens."""
+    for name in ("in", "plain"):
+        (tmp_path / name).mkdir()
+    write_packed((tmp_path / "in", tmp_path / "plain"), FORMATS["modelopt"])
+    (tmp_path / "in/hf_quant_config.json").write_text("{}")
+    config = json.loads((tmp_path / "in/config.json").read_text())
+    del config["quantization_config"]
+    (tmp_path / "in/config.json").write_text(json.dumps(config))
+    with pytest.raises((InputError, CheckpointError), match="hf_quant_config.json") as refused:
+        check_packing(read_config(tmp_path / "in"), open_checkpoint(tmp_path / "in"), print)
+    key = re.search(r'Put "quantization_config": ({.*}) into', str(refused.value))[1]
+    set_config(tmp_path / "in", quantization_config=json.loads(key))
+    cfg = read_config(tmp_path / "in")
+    check_packing(cfg, open_checkpoint(tmp_path / "in", cfg.packing), print)
 
 
 def test_code_that_config_names_is_copied_and_not_run(folder):
