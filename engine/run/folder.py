@@ -317,7 +317,9 @@ def _state_again(folder: Folder) -> State:
     """The state of a run whose file is lost or damaged, from its store and its log."""
     ids = [id for path in folder.stores if (id := folders.run_of(path))]
     log = folder.out / "log.jsonl"
-    started = any(snapshots.folders(path) for path in folder.stores if path.is_dir()) or (log.exists() and log.stat().st_size > 0)
+    started = any(snapshots.folders(path) for path in folder.stores if path.is_dir()) or (
+        log.exists() and log.stat().st_size > 0
+    )
     return State(ids[0] if ids else uuid.uuid4().hex, started=started)
 
 

@@ -535,10 +535,10 @@ class Run:
         if here().host:
             return
         name = f"{Path(o.out).resolve().name}: a run of {hub.title(o.model)}, {compact(job.parameters)} parameters"
-        examples = [job.data.example(k) for k in range(min(EXAMPLES, len(job.data.pieces)))]
         axis = f"loss of {o.method}" if o.method != "sft" else "loss (nats per token)"
         settings = {key: value for key, value in config_file.saved(o).items() if value not in (None, [])}
         with self.training.watched("report"):
+            examples = [job.data.example(k) for k in range(min(EXAMPLES, len(job.data.pieces)))]
             self.log.draw(page.Facts(name, axis, self.lines, examples, settings, timing))
 
     # ------------------------------------------------------------ the end
