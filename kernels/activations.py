@@ -11,11 +11,10 @@ Legend: N rows, F hidden width.
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from trireme.kernels.column_sum import add_rows
+from trireme.kernels.compiler import tl, triton
 from trireme.kernels.experts.reference import Order
 from trireme.kernels.fp8.quantize import raise_maximum
 from trireme.kernels.launch import cdiv, column_splits, power2

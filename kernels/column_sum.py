@@ -7,10 +7,9 @@ results repeat bitwise. Legend: P partial rows, D columns.
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
+from trireme.kernels.compiler import tl, triton
 from trireme.kernels.launch import cdiv, column_splits
 from trireme.kernels.launcher import await_previous, launcher
 

@@ -14,12 +14,9 @@ from functools import partial
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
-from triton.language.target_info import cuda_capability_geq
-from triton.runtime.jit import JITFunction
 
 from trireme.kernels import launch
+from trireme.kernels.compiler import JITFunction, cuda_capability_geq, tl, triton
 from trireme.kernels.observers import observers
 
 COMPILING = threading.Lock()  # the queues of several GPUs launch from threads of their own

@@ -13,13 +13,12 @@ Legend: N tokens, H heads of D features; PARTS of BLOCK_D columns. ADD_ONE: w is
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from trireme.kernels import launch
 from trireme.kernels.activations import silu
 from trireme.kernels.column_sum import add_rows
+from trireme.kernels.compiler import tl, triton
 from trireme.kernels.fp8.quantize import raise_maximum
 from trireme.kernels.launch import cdiv, rows_bwd, rows_fwd
 from trireme.kernels.launcher import await_previous, launcher

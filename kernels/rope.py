@@ -7,10 +7,9 @@ Legend: N tokens, H heads.
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
 from torch import Tensor
 
+from trireme.kernels.compiler import tl, triton
 from trireme.kernels.launch import cdiv, power2
 from trireme.kernels.launcher import await_previous, launcher
 

@@ -5,8 +5,7 @@ For kernels that compute exponentials in base 2: their x and y are multiplied by
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
+from trireme.kernels.compiler import tl, triton
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)

@@ -11,11 +11,10 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 
 from trireme.kernels import launch
 from trireme.kernels.attention.fwd import LOG2E, _key_ranges, _load_rows, _visible, flat
+from trireme.kernels.compiler import tl, triton
 from trireme.kernels.launcher import Fixed, await_previous, launcher
 from trireme.kernels.soft_cap import cap_slope, soft_cap
 

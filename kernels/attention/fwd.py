@@ -14,10 +14,9 @@ from itertools import chain
 from typing import NamedTuple
 
 import torch
-import triton
-import triton.language as tl
 
 from trireme.kernels import launch
+from trireme.kernels.compiler import tl, triton
 from trireme.kernels.launcher import Fixed, await_previous, launcher
 from trireme.kernels.soft_cap import LN2, LOG2E, soft_cap
 

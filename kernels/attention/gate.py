@@ -6,11 +6,10 @@ Legend: N tokens, H heads, D their width.
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from trireme.kernels.activations import silu
+from trireme.kernels.compiler import tl, triton
 from trireme.kernels.launch import cdiv, power2
 from trireme.kernels.launcher import await_previous, launcher
 

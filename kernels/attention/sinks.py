@@ -8,11 +8,10 @@ Attention's backward is as it was, given out' and lse'. Legend: N tokens, H head
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from trireme.kernels.column_sum import add_rows
+from trireme.kernels.compiler import tl, triton
 from trireme.kernels.launch import cdiv, power2
 from trireme.kernels.launcher import await_previous, launcher
 

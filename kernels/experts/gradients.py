@@ -7,11 +7,10 @@ sum has one order. Legend: matmuls.py.
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from trireme.kernels import launch
+from trireme.kernels.compiler import tl, triton
 from trireme.kernels.experts.matmuls import find_rows, place_of
 from trireme.kernels.experts.reference import Order
 from trireme.kernels.launch import cdiv

@@ -9,11 +9,10 @@ Legend: E experts, N tokens, P sorted rows, A width that is summed over, B width
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from trireme.kernels import launch
+from trireme.kernels.compiler import tl, triton
 from trireme.kernels.experts.reference import Order, Scales
 from trireme.kernels.fp8.block_scaled import fp8_dot
 from trireme.kernels.launch import cdiv, power2

@@ -11,10 +11,9 @@ Legend: N tokens, E experts, CHOSEN (k) of them for each token.
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
+from trireme.kernels.compiler import tl, triton
 from trireme.kernels.experts.reference import Rule
 from trireme.kernels.launch import cdiv, power2
 from trireme.kernels.launcher import await_previous, launcher

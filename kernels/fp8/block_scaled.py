@@ -9,11 +9,10 @@ Legend: a (M, K) and b (N, K) E4M3, out (M, N).
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from trireme.kernels import launch
+from trireme.kernels.compiler import tl, triton
 from trireme.kernels.launch import cdiv
 from trireme.kernels.launcher import await_previous, launcher
 

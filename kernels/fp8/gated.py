@@ -7,12 +7,11 @@ those of `quantize` after the plain kernel. Legend: N tokens, F hidden width.
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from trireme.kernels import launch
 from trireme.kernels.activations import FUNCTIONS
+from trireme.kernels.compiler import tl, triton
 from trireme.kernels.fp8.quantize import codes_of, power_of
 from trireme.kernels.fp8.reference import E4M3, LEAST, PAD, Quantized
 from trireme.kernels.launch import cdiv

@@ -11,11 +11,10 @@ Legend: E experts, of a matrix one, N rows, D columns, P partial maxima of each.
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from trireme.kernels import launch
+from trireme.kernels.compiler import tl, triton
 from trireme.kernels.fp8.reference import E4M3, LEAST, PAD, Quantized
 from trireme.kernels.launch import cdiv
 from trireme.kernels.launcher import await_previous, launcher

@@ -22,11 +22,10 @@ Legend: N tokens, M labels, D width, V vocabulary, K tokens of a teacher.
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from trireme.kernels import launch
+from trireme.kernels.compiler import tl, triton
 from trireme.kernels.launcher import await_previous, launcher
 from trireme.kernels.loss.reference import NEVER, Taught
 from trireme.kernels.soft_cap import LN2, LOG2E, cap_slope, soft_cap

@@ -9,10 +9,9 @@ Legend: M matrices of R x C numbers, two in a byte, the even one low; G groups i
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
+from trireme.kernels.compiler import tl, triton
 from trireme.kernels.launch import cdiv
 from trireme.kernels.launcher import await_previous, launcher
 from trireme.kernels.packed import e4m3

@@ -8,10 +8,9 @@ Legend: M matrices of R x C numbers, G groups of K columns, the last of which ma
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
+from trireme.kernels.compiler import tl, triton
 from trireme.kernels.launch import cdiv
 from trireme.kernels.launcher import await_previous, launcher
 

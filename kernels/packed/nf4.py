@@ -10,10 +10,9 @@ from __future__ import annotations
 from functools import cache
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
+from trireme.kernels.compiler import tl, triton
 from trireme.kernels.launch import cdiv
 from trireme.kernels.launcher import await_previous, launcher
 from trireme.kernels.packed.reference import GROUP, NF4

@@ -8,9 +8,7 @@ next chunk's state. Legend: forward.py.
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
-
+from trireme.kernels.compiler import tl, triton
 from trireme.kernels.launcher import await_previous, launcher
 from trireme.kernels.scan.forward import columns, decayed, decays, put, state, tile, transposed
 

@@ -7,13 +7,12 @@ Legend: N tokens, C channels.
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from trireme.kernels.activations import silu
 from trireme.kernels.attention.docs import Docs
 from trireme.kernels.column_sum import add_rows
+from trireme.kernels.compiler import tl, triton
 from trireme.kernels.launch import cdiv, column_splits, power2
 from trireme.kernels.launcher import await_previous, launcher
 

@@ -9,9 +9,7 @@ Legend: K key heads, H value heads, C rows of a chunk, D and E widths of a state
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
-
+from trireme.kernels.compiler import tl, triton
 from trireme.kernels.launcher import await_previous, launcher
 
 
