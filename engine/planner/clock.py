@@ -102,7 +102,3 @@ class Watch:
             return False
         self.before, self.step_s, self.noticed = self.step_s, median, now
         return True
-
-    def begin(self, step_s: float) -> None:
-        """To be called after a change of plan."""
-        self.step_s, self.times, self.since = step_s, [], None

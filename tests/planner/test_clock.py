@@ -105,10 +105,3 @@ def test_one_slow_step_is_not_a_slow_drive(time_):
 
 def test_long_steps_are_judged_by_a_few(time_):
     assert steps(Watch(60.0, time_), time_, 90.0, FEWEST) == [FEWEST - 1]
-
-
-def test_another_plan_is_judged_by_its_own_steps(time_):
-    watch = Watch(1.0, time_)
-    steps(watch, time_, 2.0, 50)
-    watch.begin(0.5)
-    assert not steps(watch, time_, 0.5, 1000)
