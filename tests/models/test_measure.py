@@ -102,16 +102,6 @@ def test_attention_is_by_pairs():
     assert 3 * forward == pytest.approx(costs.model_flops(cfg, 1000, pairs))
 
 
-def test_halves_take_what_a_block_takes():
-    for cfg in (LLAMA, MIXTURE):
-        cut, kept = replace(cfg, halves=True), frozenset(shapes.saved_shapes(cfg, 1))
-        for i in (0, 1):
-            whole, *halves = (
-                measure.work(c, u, TOKENS, PAIRS, kept=kept)[i] for c, u in ((cfg, 1), (cut, 1), (cut, 2))
-            )
-            assert sum(whole.flops.values()) == pytest.approx(sum(sum(half.flops.values()) for half in halves))
-
-
 @pytest.mark.usefixtures("few_rows_in_fp8")
 @pytest.mark.parametrize("fp8", [False, True])
 def test_slices_take_what_all_experts_take(fp8):
