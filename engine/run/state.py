@@ -321,7 +321,7 @@ class Training:
             raise failed
 
     def save_share(self, log: Callable[[], int]) -> None:
-        """Makes the first snapshot of another number of hosts. Then what hosts have left that are no more is removed."""
+        """Makes the first snapshot of another number of hosts, then removes what former hosts have left."""
         self._commit(log, keep=1)
         gone = {} if here().host else {h: d for h, d in stores_by_host(self.job.options).items() if h >= here().hosts}
         for host, dirs in gone.items():

@@ -65,9 +65,7 @@ PARTS = {
     "frozen": Place(
         replace(FAR, base="ssd"), dict(gradients="ssd"), ("--freeze", "*embed*,*layers.0.*"), best=6, room=False
     ),
-    "compared": Place(
-        UnitPlan("ram", "ram"), {}, ("--method", "dpo", "--export", "best"), best=6, data="pairs.jsonl"
-    ),
+    "compared": Place(UnitPlan("ram", "ram"), {}, ("--method", "dpo", "--export", "best"), best=6, data="pairs.jsonl"),
     "packed": Place(UnitPlan("ram", "ram", base="ssd"), {}, ("--lora", "4", "--base", "nf4")),
     "rewards": Place(
         UnitPlan("ram", "ram"), {}, ("--method", "reward", "--export", "best"), best=6, data="pairs.jsonl"
@@ -232,7 +230,8 @@ class Bench:
         data = EVERYWHERE[place].data if place else "text.txt"
         return [
             *(str(self.folder / "model"), "--data", str(self.folder / data), "--out", str(out), *plan),
-            *("--seq-len", "16" if data == "pairs.jsonl" else "32", "--batch-size", "4", "--micro-batch", "2", "--max-steps", "8", "--lr", "0.03"),
+            *("--seq-len", "16" if data == "pairs.jsonl" else "32", "--batch-size", "4", "--micro-batch", "2"),
+            *("--max-steps", "8", "--lr", "0.03"),
             *("--schedule", "constant", "--val", "0.1", "--eval-every", "3", "--save-every", "2", "--device", "cpu"),
             *("--gpu-memory", "64MiB", "--ram", "64MiB", "--show-example", "0"),
             *(("--store", str(store)) if store else ()),

@@ -42,7 +42,12 @@ REFUSED = [
     ("model --data stories.txt --beta 0.2", 2, "--beta is for --method", None),
     ("model --data stories.txt --lora-alpha 16", 2, "--lora-alpha.*--lora 16",
      f"model --data stories.txt --lora-alpha 16 --lora 16 {SMALL}"),
-    ("model --data stories.txt --merge", 2, "--merge.*--lora 16", f"model --data stories.txt --merge --lora 16 {SMALL}"),
+    (
+        "model --data stories.txt --merge",
+        2,
+        "--merge.*--lora 16",
+        f"model --data stories.txt --merge --lora 16 {SMALL}",
+    ),
     ("model --data stories.txt --top-k 8", 2, "--top-k.*--teacher", None),
     ("model --data stories.txt --lora 4 --freeze *embed*", 2, "--freeze does not go with --lora", None),
     ("model --data stories.txt --router-aux 0.1", 2, "--router-aux.*no experts", None),
