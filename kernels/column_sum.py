@@ -74,14 +74,8 @@ def bias_bwd_(dbias_: Tensor, dy: Tensor) -> None:
     N, F = dy.shape
     assert dy.is_contiguous()
     assert dbias_.shape == (F,)
-    grid = _column_grid(dy, ROWS)
+    blocks = cdiv(F, COLUMNS)
+    grid = blocks, column_splits(dy.device, blocks, cdiv(N, ROWS))
     parts = torch.empty((grid[1], F), dtype=torch.float32, device=dy.device)
     _bias_bwd[grid](dy, parts, N, F, ROWS, COLUMNS, num_warps=8)
     add_rows(dbias_, parts)
-
-
-def _column_grid(h: Tensor, rows: int) -> tuple[int, int]:
-    """(column blocks, programs by block)."""
-    N, F = h.shape
-    blocks = cdiv(F, COLUMNS)
-    return blocks, column_splits(h.device, blocks, cdiv(N, rows))

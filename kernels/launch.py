@@ -38,10 +38,10 @@ def planned(fn: Callable[P, R]) -> Any:
     return found
 
 
-def _set(here: Chip, name: str, of: type[S]) -> S:
-    """The setting of a launch: the one in use under this name, or the usual one (tiles.py)."""
+def _set(here: Chip, name: str, of: type[S], interpreted: tuple[int, ...] = ()) -> S:
+    """The setting of a launch in use under this name, or the first of tiles.py; where there is no GPU `interpreted`."""
     found: Any = _settings.get(name) or settings_of(here, name)[0]
-    return of(*found)
+    return of(*(interpreted if here.arch == 0 and interpreted else found))
 
 
 def cdiv(a: int, b: int) -> int:
@@ -87,8 +87,8 @@ def rows_bwd(device: torch.device, N: int, D: int, itemsize: int) -> Rows:
     Rows of more than WIDEST values are divided into parts of WIDEST columns; `programs` is the number for each part.
     """
     columns, here = min(power2(D), WIDEST), chip(device)
-    how = Persistent(8, 2) if here.arch == 0 else Persistent(16, 1) if here.large else Persistent(8, 2)
-    how = how if here.arch == 0 or itemsize > 2 else _set(here, "rows_bwd", Persistent)
+    usual = Persistent(16, 1) if here.large else Persistent(8, 2)
+    how = usual if itemsize > 2 else _set(here, "rows_bwd", Persistent, (8, 2))
     aim = how.kib << 10
     rows = max(1, aim // (columns * itemsize))
     tile = rows * columns * itemsize
@@ -231,16 +231,13 @@ class Codes(NamedTuple):
 
 @planned
 def quantize(device: torch.device, both: bool) -> Codes:
-    here = chip(device)
-    if here.arch == 0:
-        return Codes(32, 32, 4)
-    return _set(here, "quantize both" if both else "quantize", Codes)
+    return _set(chip(device), "quantize both" if both else "quantize", Codes, (32, 32, 4))
 
 
 @planned
 def gated_codes(device: torch.device) -> Codes:
     """Tile of a gated unit's backward, which writes three matrices in fp8."""
-    return Codes(32, 32, 4) if chip(device).arch == 0 else _set(chip(device), "gated_codes", Codes)
+    return _set(chip(device), "gated_codes", Codes, (32, 32, 4))
 
 
 class BlockScaled(NamedTuple):
@@ -256,9 +253,7 @@ class BlockScaled(NamedTuple):
 
 def block_scaled(device: torch.device) -> BlockScaled:
     """Chosen by the 99 KiB of shared memory that a program can have; never measured."""
-    if chip(device).arch == 0:
-        return BlockScaled(32, 32, 64, 2, 4, 2)
-    return _set(chip(device), "block_scaled", BlockScaled)
+    return _set(chip(device), "block_scaled", BlockScaled, (32, 32, 64, 2, 4, 2))
 
 
 def maxima(device: torch.device, blocks: int) -> int:
