@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from command import on_screen
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trireme.engine.run import screen
@@ -32,6 +32,7 @@ def plain(text: str) -> str:
     return re.sub(r"\x1b\[[\d;]*m", "", text)
 
 
+@settings(deadline=None)
 @given(words=st.lists(st.text("abc谢é-", min_size=1, max_size=30), min_size=1, max_size=20), width=st.integers(30, 120))
 def test_a_line_is_wrapped_by_the_cells_of_its_characters(words, width):
     line = "data     " + " ".join(words)
@@ -146,6 +147,7 @@ def test_a_tracker_that_fails_is_left_out(tmp_path):
     assert stream.getvalue().count("a tracker of --log has failed") == 1
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 999), st.floats(allow_nan=True, allow_infinity=True)), max_size=30))
 def test_a_page_is_made_of_any_losses(points):
     records = [dict(step=step, loss=loss) for step, loss in sorted(points, key=lambda point: point[0])]
