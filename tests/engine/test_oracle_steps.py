@@ -18,8 +18,8 @@ from trireme.models.config import parse_config
 
 pytestmark = pytest.mark.grid
 
-FIRST = {model_type: name for name, (model_type, _) in reversed(CASES.items())}
-WRAPPED = {model_type: name for name, (model_type, *_) in reversed(wrapped.CASES.items())}
+FIRST = {kind: name for name, (kind, _) in reversed(CASES.items()) if kind != "gemma4_text"}
+WRAPPED = {kind: name for name, (kind, *_) in reversed(wrapped.CASES.items()) if not kind.startswith("gemma4")}
 STEPS, LR, EPS = 4, 1e-2, 1e-3  # eps: of gradients near zero Adam takes little but their rounding
 # At LR losses of hybrids rise, and rounding grows: the oracle in fp32 is off by 4e-4 of its own loss in fp64 at the
 # fourth step of OLMo Hybrid, by 5e-7 at this rate.

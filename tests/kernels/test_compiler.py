@@ -20,7 +20,11 @@ print(measure.work(cfg, 1, 3000, 10**6), measure.temporaries(cfg, 1, 3000, 2), m
 def test_counts_without_triton_are_those_with_it():
     run = lambda blocked: (
         subprocess.run(
-            [sys.executable, "-c", COUNTED.format(blocked=blocked)], capture_output=True, text=True, check=True
+            [sys.executable, "-c", COUNTED.format(blocked=blocked)],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=600,
         ).stdout
     )
     assert run(1) == run(0) != ""

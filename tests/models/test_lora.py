@@ -54,7 +54,10 @@ def adapted(case: str, targets: tuple[str, ...]):
     base = {name: t.clone() for name, t in reference.state_dict().items()}
     modules = [target for target in targets if target != "experts"]
     parameters = [] if len(modules) == len(targets) else ["experts.gate_up_proj", "experts.down_proj"]
-    parameters = [name.replace("gate_", "" if cfg.relu2 else "gate_") for name in parameters]
+    parameters = [
+        name.replace("gate_", "gate_" if all(layer.experts.gated for layer in cfg.layers if layer.experts) else "")
+        for name in parameters
+    ]
     config = peft.LoraConfig(
         r=3, lora_alpha=6, target_modules=modules, target_parameters=parameters, fan_in_fan_out="gpt2" in case
     )
