@@ -56,9 +56,9 @@ def test_the_load_counts_a_step_once_whatever_is_recomputed():
         (dict(num_experts=0), '"num_experts" is 0, expected a positive integer'),
         (dict(decoder_sparse_step=3), '"decoder_sparse_step" and "mlp_only_layers" leave no layer with experts'),
         (dict(mlp_only_layers=0.5), '"mlp_only_layers" is 0.5, expected a list of layers'),
-        (dict(model_type="glm4_moe", partial_rotary_factor=0.5, n_group=2), '"n_group": 2 is not supported'),
+        (dict(model_type="glm4_moe", partial_rotary_factor=1.0, n_group=2), '"n_group": 2 is not supported'),
         (
-            dict(model_type="glm4_moe", partial_rotary_factor=0.5, first_k_dense_replace=2),
+            dict(model_type="glm4_moe", partial_rotary_factor=1.0, first_k_dense_replace=2),
             '"first_k_dense_replace" is 2, expected an integer',
         ),
         (dict(use_sliding_window=True), '"use_sliding_window": true is not supported'),
