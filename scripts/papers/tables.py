@@ -25,7 +25,6 @@ SERVER_DRAM = 150 * GB  # eight channels of DDR4-2933, 188 GB/s on paper, at 0.8
 
 def gpt3(width: int, layers: int, heads: int) -> ModelConfig:
     """A model of GPT-3's form, as the papers have it."""
-
     return uniform("gpt2", 50257, width, layers, heads, heads, width // heads, 4 * width, 8192, 1e-5, True, bias=True)
 
 
