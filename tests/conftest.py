@@ -5,6 +5,8 @@ import gc
 import os
 import signal
 import tempfile
+import threading
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,6 +23,15 @@ from trireme.engine.planner.probe import compute, processor
 from trireme.engine.queues import real as real_queues
 from trireme.engine.run import evaluate, job
 from trireme.models.sizes import narrow
+
+
+def _after_fork() -> None:
+    """A forked process has servers of its own, and no lock that a thread of its parent held."""
+    forkserver._forkserver.__init__()
+    resource_tracker._resource_tracker._lock = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_after_fork)
 
 torch.set_num_threads(1)
 signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where a shell has started this in the background

@@ -55,6 +55,7 @@ def test_rows_that_are_nested_too_deeply_are_bad_rows(tmp_path):
     codec.close()
 
 
+@pytest.mark.full
 def test_a_process_that_dies_names_the_row_and_the_next_call_has_another(tmp_path):
     codec = made(tmp_path)
     assert codec.decode([68]) == "a"
@@ -136,6 +137,7 @@ def test_a_script_without_a_guard_is_run_once_and_its_processes_end_with_it(tmp_
         pytest.fail("the process is still there")
 
 
+@pytest.mark.full
 def test_limits_of_a_process(tmp_path):
     codec = made(tmp_path)
     soft, core, left = codec.submit(_limits).result()
