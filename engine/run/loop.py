@@ -292,7 +292,9 @@ class Run:
             screen.urgent(f"\n  leaving{if_again(number)}")
 
         stopped = lambda: bool(asked)
-        lost = training.begun is not None and not self.place.holds_best(done, training.again)
+        lost = training.begun is not None and here().first(  # host 0 alone has them
+            not here().host and not self.place.holds_best(done, training.again)
+        )
         with stop_signals(ask, lambda: screen.urgent("\nexited immediately")):
             training.build(stopped)
             if not training.begun:
