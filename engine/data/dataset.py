@@ -24,7 +24,7 @@ from trireme.engine.data import documents
 from trireme.engine.data.answers import labels_in, parse_map
 from trireme.engine.data.codec import Codec
 from trireme.engine.data.documents import is_text
-from trireme.engine.data.find import DataFile, Found, Rows, find, spool
+from trireme.engine.data.find import DataFile, Rows, Sources, find, spool
 from trireme.engine.data.prepare import DataOptions, Preparation, Progress
 from trireme.engine.data.summary import Counts, FileReport, Report, example_text, notes_on
 from trireme.engine.data.tables import class_names
@@ -276,11 +276,11 @@ def load_dataset(
     scratch = Temporary("trireme-tokens-") if options.cache is None else None
     folder = scratch.path if scratch else Path(options.cache or "")
     how = Preparation(options, codec, parse_map(options.map), folder, progress)
-    result = [Found([spool(sys.stdin.buffer, folder)], [], []) if text == "-" else find(text) for text in sources]
+    result = [Sources([spool(sys.stdin.buffer, folder)], [], []) if text == "-" else find(text) for text in sources]
     named = [file for each in result for file in each.files]
     notes = [note for each in result for note in each.notes]
     share, val_given = parse_val(options.val)
-    if held := [file for each in result for file in each.held]:
+    if held := [file for each in result for file in each.held_out]:
         names = ", ".join(dict.fromkeys(map(str, held)))
         notes.append(f"{names}: not read, as --val is given" if options.val else f"held out, by its name: {names}")
         val_given = val_given if options.val else held
@@ -332,7 +332,7 @@ def parse_val(val: str | None) -> tuple[float, list[DataFile]]:
         share = float(val)
     except ValueError:
         result = find(val)
-        return 0.0, result.held or result.files
+        return 0.0, result.held_out or result.files
     if not 0 <= share < 1:
         raise InputError(f"--val {val}: expected a share of the rows below 1, such as 0.02, or a file.")
     return share, []

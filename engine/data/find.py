@@ -1,20 +1,16 @@
-"""What --data names: a file, a folder, a pattern, a data set saved by the datasets library, standard input."""
+"""What --data names: a file, a folder, a pattern, standard input."""
 
 from __future__ import annotations
 
 import glob
 import os
 import re
-import select
-from collections import Counter
+import shutil
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
-from itertools import pairwise
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
-
-import yaml
+from typing import BinaryIO, NamedTuple
 
 from trireme.engine.data.read import (
     COLUMNS,
@@ -36,7 +32,7 @@ from trireme.engine.data.read import (
 )
 from trireme.engine.data.tables import column_rows, csv_rows
 from trireme.models.config import InputError
-from trireme.storage.untrusted import parse_json, quoted, read_small, shown, why
+from trireme.storage.untrusted import quoted, shown
 
 MOST_FILES = 500  # each is held open
 MOST_NAMES = 500_000  # in a folder
@@ -46,8 +42,6 @@ _USES = {"train": "train", "training": "train", "test": "test"}
 _USES |= dict.fromkeys(("valid", "validation", "val", "dev", "eval"), "valid")
 _ABOUT = {"dataset_info", "dataset_infos", "dataset_dict", "state", "data_config", "metadata"}  # .json next to data
 _PAGES = {"readme", "license", "licence", "changelog", "contributing", "notice", "code_of_conduct", "requirements"}
-_YAML = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # the first is ten times as fast
-_CARD, _LARGEST = "README.md", 1 << 19  # bytes
 
 
 @dataclass(frozen=True)
@@ -80,13 +74,13 @@ class DataFile:
         return self.shown or str(self.path)
 
 
-class Found(NamedTuple):
+class Sources(NamedTuple):
     files: list[DataFile]
-    held: list[DataFile]  # that are named as validation data
+    held_out: list[DataFile]  # that are named as validation data
     notes: list[str]
 
 
-def find(text: str) -> Found:
+def find(text: str) -> Sources:
     """The files of `path` or `path:weight`; the path is a file, a folder or a pattern. Reads no rows. Raises InputError
     where there is no data.
     """
@@ -100,22 +94,15 @@ def find(text: str) -> Found:
         raise InputError(f"{name} is not a file here. Download it first: curl -LO {name}.")
     if glob.has_magic(name) and not path.exists():
         return _matching(path, weight)
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", name) and file_kind(path) not in KINDS and not path.parent.exists():
-        raise InputError(
-            f"{name} is not a file here. If it is a dataset of the Hugging Face hub, download it, and name its files: "
-            f"hf download {name} --repo-type dataset --local-dir {path.name}"
-        )
-    return Found(_sources([path], name, weight), [], [])
+    return Sources(_sources([path], name, weight), [], [])
 
 
 def weighed(text: str) -> tuple[str, float]:
     """(path, weight) of `path` or `path:weight`. Raises InputError."""
     match = re.fullmatch(r"(.+):(\d*\.?\d+)", text)
     path, weight = (match[1], float(match[2])) if match and not Path(text).exists() else (text, 1.0)
-    if weight <= 0:
-        raise InputError(f"{text}: the weight is 0, so no row would be used. Leave the file out.")
-    if weight > MOST_WEIGHT:
-        raise InputError(f"{text}: the weight is more than {MOST_WEIGHT:,}. Lower it; --epochs sees all files again.")
+    if not 0 < weight <= MOST_WEIGHT:
+        raise InputError(f"{text}: the weight is {weight:g}, expected one above 0, at most {MOST_WEIGHT:,}.")
     return path, weight
 
 
@@ -128,28 +115,12 @@ def spool(stream: BinaryIO, folder: Path) -> DataFile:
         folder.mkdir(parents=True, exist_ok=True)
         scratch = folder / "stdin"
         with scratch.open("wb") as file:
-            for part in _parts(stream.fileno()):
-                file.write(part)
-        if not scratch.stat().st_size:
-            raise InputError("--data -: standard input is empty. Pipe the data into it, or name a file.")
+            shutil.copyfileobj(stream, file)
         with scratch.open("rb") as file:
             start = file.read(1 << 16).removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
-        path = folder / ("stdin.jsonl" if start in (b"{", b"[") else "stdin.txt")
-        scratch.rename(path)
-    check_file(path, piped=True)
+        check_file(scratch, piped=True)
+        path = scratch.rename(folder / ("stdin.jsonl" if start in (b"{", b"[") else "stdin.txt"))
     return DataFile(path, shown=STDIN)
-
-
-def _parts(pipe: int) -> Iterator[bytes]:
-    """Yields bytes until the end. No wait is longer than a second, since a signal that arrives just before a read is
-    handled only after it.
-    """
-    while True:
-        if select.select([pipe], [], [], 1.0)[0]:
-            part = os.read(pipe, 1 << 20)
-            if not part:
-                return
-            yield part
 
 
 def _sources(files: Sequence[Path], name: str, weight: float) -> list[DataFile]:
@@ -157,124 +128,103 @@ def _sources(files: Sequence[Path], name: str, weight: float) -> list[DataFile]:
     for path in files:
         check_file(path)
     texts = tuple(path for path in files if file_kind(path) in TEXTS)
-    others = [DataFile(path, weight) for path in files if file_kind(path) not in TEXTS]
-    if len(others) > MOST_FILES:
-        raise InputError(f"{name}: {len(others):,} files, the most is {MOST_FILES}. Join them into fewer.")
+    sources = [DataFile(path, weight) for path in files if file_kind(path) not in TEXTS]
     if len(texts) > 1:
-        return [*others, DataFile(Path(name), weight, texts, f"{name} ({len(texts):,} texts)")]
-    return others + [DataFile(path, weight) for path in texts]
+        sources.append(DataFile(Path(name), weight, texts, f"{name} ({len(texts):,} texts)"))
+    else:
+        sources += [DataFile(path, weight) for path in texts]
+    if len(sources) > MOST_FILES:
+        raise InputError(f"{name}: {len(sources):,} files, the most is {MOST_FILES}. Join them into fewer.")
+    return sources
 
 
 # ---------------------------------------------------------------- folders and patterns
 
 
-def _matching(pattern: Path, weight: float) -> Found:
+def _matching(pattern: Path, weight: float) -> Sources:
     """The files of a pattern; `**` stands for any folders. Raises InputError where there are none."""
-    if "**" in pattern.parts:
-        at = pattern.parts.index("**")
-        roots = [root for root in map(Path, glob.glob(str(Path(*pattern.parts[:at])))) if root.is_dir()]  # noqa: PTH207
-        there = [(path, path.relative_to(root).parts) for root in roots for path in _walked(root)[0]]
-        files = sorted({path for path, parts in there if fits_pattern(parts, pattern.parts[at:])})
-    else:
-        files = [Path(path) for path in sorted(glob.glob(str(pattern))) if Path(path).is_file()]  # noqa: PTH207
+    hidden = lambda path: any(part[0] == "." and part not in pattern.parts for part in path.parts)
+    paths = Path(pattern.anchor).glob(str(pattern.relative_to(pattern.anchor)))
+    files, others = _sift(sorted({path for path in paths if path.is_file() and not hidden(path)}))
     if not files:
         raise InputError(f"{pattern} matches no file of {', '.join(KINDS)}. Correct the path.")
-    notes = [f"{pattern} lacks {_list(lacks)}: parts of a set" for lacks in [missing_parts(files)] if lacks]
-    return Found(_sources(files, str(pattern), weight), [], notes)
+    notes = [f"{pattern}: not read: {_list([], others)}"] if others else []
+    if missing := missing_parts(files):
+        notes.append(f"{pattern} lacks {_list(missing)}: parts of a set")
+    return Sources(_sources(files, str(pattern), weight), [], notes)
 
 
-def fits_pattern(names: Sequence[str], parts: Sequence[str]) -> bool:
-    """Whether the parts of a path are those of a pattern, as in glob."""
-    if not parts or not names:
-        return not names and all(part == "**" for part in parts)
-    if parts[0] == "**":
-        return fits_pattern(names, parts[1:]) or fits_pattern(names[1:], parts)
-    return fnmatchcase(names[0], parts[0]) and fits_pattern(names[1:], parts[1:])
-
-
-def _folder(folder: Path, weight: float) -> Found:
-    if (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file():
-        return _saved(folder, weight)
+def _folder(folder: Path, weight: float) -> Sources:
     if (folder / "tokenizer.json").is_file() and (folder / "config.json").is_file():
         raise InputError(f"{folder} is a checkpoint, not data. Name a file or folder of rows with --data.")
-    there, others = _walked(folder)
-    names = [path.relative_to(folder) for path in there]
-    by_use, inside = by_uses(names, _uses_of_card(folder, names))
-    train, held = by_use["train"] or by_use[""], by_use["valid"]
-    others.update(file_kind(path) for path in {*names} - {*inside})
-    unread = sorted({*inside} - {*train, *held})
-    skipped = [*([_list(unread)] if unread else []), *(f"{n:,} {kind}" for kind, n in others.most_common())]
-    listed = ", ".join(skipped[:_NAMED]) + (", …" if len(skipped) > _NAMED else "")
+    paths, others = _walk(folder)
+    names = [path.relative_to(folder) for path in paths]
+    by_use, data = by_uses(names)
+    train, held_out = by_use["train"] or by_use[""], by_use["valid"]
+    others.update(file_kind(path) for path in names if path not in data)
+    unread = _list([path for path in data if path not in train and path not in held_out], others)
     if not train:
-        what = f"no training data, only {listed}" if skipped else "no data"
+        what = f"no training data, only {unread}" if unread else "no data"
         raise InputError(f"{folder} holds {what}. Expected files of {', '.join(KINDS)}: name one with --data.")
     _check_once(folder, train, by_use["train"])
-    if parts := missing_parts([*train, *held]):
-        raise InputError(f"{folder} lacks {_list(parts)}. Download it again, or name the files that are there.")
-    sources = [_sources([folder / path for path in paths], str(folder), weight) for paths in (train, held) if paths]
-    return Found(sources[0], sources[1] if held else [], [f"{folder}: not read: {listed}"] if skipped else [])
+    if missing := missing_parts([*train, *held_out]):
+        raise InputError(f"{folder} lacks {_list(missing)}. Download it again, or name the files that are there.")
+    sources = lambda names: _sources([folder / name for name in names], str(folder), weight)
+    return Sources(sources(train), sources(held_out), [f"{folder}: not read: {unread}"] if unread else [])
 
 
-def _walked(folder: Path) -> tuple[list[Path], Counter[str]]:
-    """(files of data below a folder, how many others there are of each kind). Links to folders may lead anywhere and
-    are not followed, hidden folders are not entered. Raises InputError where there are too many names.
+def _walk(folder: Path) -> tuple[list[Path], Counter[str]]:
+    """As _sift, of what is below a folder. Links to folders may lead anywhere and are not followed, hidden folders are
+    not entered. Raises InputError where there are too many names.
     """
-    data, others, waiting, names = list[Path](), Counter[str](), [str(folder)], 0
-    while waiting:
-        place = waiting.pop()
-        try:
-            with os.scandir(place) as entries:
-                inside = [(Path(e.path), e.is_dir(follow_symlinks=False)) for e in entries if e.name[0] != "."]
-        except OSError:
-            others["folders that cannot be opened"] += 1
-            continue
-        names += len(inside)
+    paths, others, names = list[Path](), Counter[str](), 0
+    for place, folders, files in os.walk(folder, onerror=lambda _: others.update(["folders that cannot be opened"])):
+        folders[:] = [name for name in folders if name[0] != "."]
+        others.update("links to folders" for name in folders if Path(place, name).is_symlink())
+        paths += [Path(place, name) for name in files if name[0] != "."]
+        names += len(folders) + len(files)
         if names > MOST_NAMES:
-            raise InputError(
-                f"{folder} holds more than {MOST_NAMES:,} files and folders, some of them in {place}. Name the folder "
-                "of the data, or join texts into fewer files."
-            )
-        for path, is_folder in inside:
-            kind = file_kind(path) or "files without a suffix"
-            if is_folder:
-                waiting.append(str(path))
-            elif path.is_dir():
-                others["links to folders"] += 1
-            elif kind not in KINDS or _is_empty(path):
-                others[kind if kind not in KINDS else f"empty {kind}"] += 1
-            else:
-                data.append(path)
-    return sorted(data), others
+            raise InputError(f"{folder} holds more than {MOST_NAMES:,} names. Name the folder of the data.")
+    data, rest = _sift(sorted(paths))
+    return data, others + rest
 
 
-def _is_empty(path: Path) -> bool:
-    try:
-        return path.stat().st_size == 0
-    except OSError:
-        return False  # opening it says what is wrong
+def _sift(paths: Sequence[Path]) -> tuple[list[Path], Counter[str]]:
+    """(files of data, how many others there are of each kind)."""
+    data, others = list[Path](), Counter[str]()
+    for path in paths:
+        kind = file_kind(path) or "files without a suffix"
+        if kind in KINDS and not (path.exists() and path.stat().st_size == 0):
+            data.append(path)
+        else:
+            others[f"empty {kind}" if kind in KINDS else kind] += 1
+    return data, others
 
 
-Uses = dict[str, list[Path]]
-
-
-def by_uses(names: Sequence[Path], said: Mapping[Path, str] | None = None) -> tuple[Uses, list[Path]]:
+def by_uses(names: Sequence[Path]) -> tuple[dict[str, list[Path]], list[Path]]:
     """Data files by use (train, valid, test, or "": not known), texts only without tables; and all files of data, which
-    pages such as a README are not. `names`: relative to their folder. `said`: uses of files, of others there is none.
+    pages such as a README, and what the datasets library writes next to its data, are not. `names`: relative to their
+    folder.
     """
-    inside = [path for path in names if file_kind(path) in KINDS and not any(part[0] == "." for part in path.parts)]
-    inside = [path for path in inside if not (path.suffix == ".json" and path.stem in _ABOUT)]
-    inside = [path for path in inside if not (file_kind(path) in TEXTS and path.stem.lower() in _PAGES)]
-    by_use: Uses = {"train": [], "valid": [], "test": [], "": []}
-    for path in [path for path in inside if file_kind(path) not in TEXTS] or inside:
-        by_use[said.get(path, "test") if said else _use(path)].append(path)
-    return by_use, inside
+    data = [path for path in names if file_kind(path) in KINDS and not any(part[0] == "." for part in path.parts)]
+    data = [path for path in data if not (path.suffix == ".json" and path.stem in _ABOUT)]
+    data = [path for path in data if not (path.suffix == ".arrow" and path.stem.startswith("cache-"))]
+    data = [path for path in data if not (file_kind(path) in TEXTS and path.stem.lower() in _PAGES)]
+    by_use: dict[str, list[Path]] = {"train": [], "valid": [], "test": [], "": []}
+    for path in [path for path in data if file_kind(path) not in TEXTS] or data:
+        by_use[_split(path)[0]].append(path)
+    return by_use, data
 
 
-def _use(path: Path) -> str:
-    """What a file in a folder is for, by a word of its name, or by the name of its folder: train, valid, test or ""."""
-    words = re.split(r"[-_ ]", Path(set_of(path)).name.lower())
-    names = [words[0], words[-1], *(part.lower() for part in reversed(path.parts[:-1]))]
-    return next((_USES[name] for name in names if name in _USES), "")
+def _split(path: Path) -> tuple[str, str]:
+    """What a file in a folder is for, train, valid, test or "", and the name that says so: the file's, else one of its
+    folders', by its first or last word.
+    """
+    for name in (Path(set_of(path)).name, *reversed(path.parts[:-1])):
+        words = re.split(r"[-_ ]", name.lower())
+        if use := _USES.get(words[0]) or _USES.get(words[-1]):
+            return use, name
+    return "", ""
 
 
 def set_of(path: Path) -> str:
@@ -284,17 +234,14 @@ def set_of(path: Path) -> str:
 
 def missing_parts(files: Sequence[Path]) -> list[Path]:
     """Parts that are missing from sets of numbered files, NAME-00000-of-00002.parquet."""
-    sets: dict[tuple[str, str, str], set[int]] = {}
+    sets, missing = defaultdict[tuple[str, str, str], set[int]](set), list[Path]()
     for path in files:
-        if match := re.fullmatch(r"(.*-)(\d+)(-of-\d+)(\..*)", path.name):
-            before, number, of, after = match.groups()
-            sets.setdefault((str(path.with_name(before)), of, after), set()).add(int(number))
-    missing = []
-    for (before, of, after), numbers in sets.items():
-        total = int(of[len("-of-") :])
-        first = 0 if 0 in numbers or total not in numbers else 1  # some count from 1
-        absent = (i for i in range(first, min(total, MOST_FILES) + first) if i not in numbers)
-        missing += [Path(f"{before}{i:0{len(of) - len('-of-')}}{of}{after}") for i in absent]
+        if match := re.fullmatch(r"(.*-)(\d+)-of-(\d+)(\..*)", path.name):
+            sets[str(path.with_name(match[1])), match[3], match[4]].add(int(match[2]))
+    for (before, total, after), numbers in sets.items():
+        first = 0 if 0 in numbers or int(total) not in numbers else 1  # some count from 1
+        absent = (i for i in range(first, min(int(total), MOST_FILES) + first) if i not in numbers)
+        missing += [Path(f"{before}{i:0{len(total)}}-of-{total}{after}") for i in absent]
     return missing
 
 
@@ -302,103 +249,24 @@ def _check_once(folder: Path, files: Sequence[Path], train: Sequence[Path]) -> N
     """Raises InputError where the same rows may be there twice: in two formats, or in several splits for training,
     which the hub calls train_sft-00000-of-00001.parquet and train_gen-00000-of-00001.parquet.
     """
-    whole = lambda path: str(path.with_name(path.name.partition(".")[0]))
-    twice = sorted({(whole(path), file_kind(path)) for path in files})
-    for (name, kind), (other, again) in pairwise(twice):
-        if name == other:
-            raise InputError(f"{folder} holds {name}{kind} and {again}: the same rows twice? Name files with --data.")
-    sets = sorted({(str(path.parent), set_of(path)) for path in train if set_of(path) != whole(path)})
-    for (place, name), (other, again) in pairwise(sets):
-        if place == other:
-            one = quoted(folder / f"{name}-*")
-            raise InputError(f"{folder} holds several splits to train on: {name}, {again}. Name one: {one}.")
+    kinds, splits = dict[str, str](), dict[str, str]()
+    for path in files:
+        name = str(path.with_name(path.name.partition(".")[0]))
+        if kinds.setdefault(name, file_kind(path)) != file_kind(path):
+            several = f"{name}{kinds[name]} and {file_kind(path)}"
+            raise InputError(f"{folder} holds {several}: the same rows twice? Name files with --data.")
+        if path in train and set_of(path) != name:
+            splits.setdefault(_split(path)[1], set_of(path))
+    if len(splits) > 1:
+        one = quoted(folder / f"{next(iter(splits.values()))}-*")
+        raise InputError(f"{folder} holds several splits to train on: {', '.join(splits)}. Name one: {one}.")
 
 
-def _list(files: Sequence[Path]) -> str:
+def _list(files: Sequence[Path], others: Mapping[str, int] | None = None) -> str:
+    """The first of these files, and counts of others by kind."""
     names = [shown(str(path)) for path in files[:_NAMED]]
-    return ", ".join(names) + (f" and {len(files) - _NAMED:,} more" if len(files) > _NAMED else "")
-
-
-# ---------------------------------------------------------------- data sets with a card, or saved by the library
-
-
-def _uses_of_card(folder: Path, names: Sequence[Path]) -> dict[Path, str]:
-    """The use of each file, as the card of a data set says; {} if it says nothing. Raises InputError if it describes
-    several configurations, of which none is the default, or several splits for training.
-    """
-    try:
-        text = read_small(folder / _CARD, _LARGEST, links=True).decode()
-        card = yaml.load(text.split("\n---", 1)[0], _YAML) if text.startswith("---") else None
-    except (OSError, ValueError, yaml.YAMLError, TypeError, LookupError, AttributeError, RecursionError):
-        return {}
-    configs = card.get("configs") if isinstance(card, dict) else None
-    every = [each for each in configs if isinstance(each, dict)] if isinstance(configs, list) else []
-    every = [each for each in every if each.get("default") is True] or every
-    result = {str(each.get("config_name", "default")): _splits_of(each, names) for each in every[:1000]}
-    result = {name: splits for name, splits in result.items() if splits}
-    splits = result.get("default") or next(iter(result.values()), {})
-    uses = {split: _use(Path(split)) if len(splits) > 1 else "train" for split in splits}
-    train = [split for split in uses if uses[split] == "train"] or [split for split in uses if not uses[split]]
-    configurations = [] if "default" in result else [*result]
-    for what, several in (("configurations", configurations), ("splits to train on", train)):
-        if len(several) > 1:
-            listed = ", ".join(map(shown, several[:_NAMED]))
-            way_out = f"Name the files of one: --data {quoted(folder / next(iter(splits.values()))[0])}"
-            raise InputError(f"{folder / _CARD} has {len(several)} {what}: {listed}. {way_out}.")
-    return {path: "train" if split in train else uses[split] for split in splits for path in splits[split]}
-
-
-def _splits_of(config: dict[str, Any], names: Sequence[Path]) -> dict[str, list[Path]]:
-    """The files of a configuration by split: of data_files, patterns, or objects with `split` and `path`."""
-    entries, result = config.get("data_files"), dict[str, list[Path]]()
-    for each in entries if isinstance(entries, list) else [entries]:
-        split, path = (each.get("split"), each.get("path")) if isinstance(each, dict) else ("train", each)
-        for pattern in path if isinstance(path, list) else [path]:
-            if isinstance(pattern, str) and isinstance(split, str) and pattern.count("**") < 3:
-                parts = Path(str(config.get("data_dir") or ""), pattern).parts
-                fits = lambda name, parts=parts: fits_pattern(name.parts, parts) or fits_pattern(name.parts[:-1], parts)
-                result[split] = sorted({*result.get(split, []), *filter(fits, names)})
-    return {split: files for split, files in result.items() if files}
-
-
-def _saved(folder: Path, weight: float) -> Found:
-    """A data set of datasets.save_to_disk."""
-    if not (folder / "dataset_dict.json").is_file():
-        return Found(_shards(folder, weight), [], [])
-    splits = _json(folder / "dataset_dict.json").get("splits")
-    if not isinstance(splits, list) or not all(isinstance(s, str) and Path(s).name == s for s in splits) or not splits:
-        raise InputError(f"{folder / 'dataset_dict.json'} names no splits. Name a folder of {folder} with --data.")
-    uses = {split: _use(Path(split)) for split in splits}
-    train = [split for split in splits if uses[split] == "train"] or [split for split in splits if not uses[split]]
-    if len(train) != 1:
-        raise InputError(f"{folder} holds {', '.join(splits)}. Name one: --data {quoted(folder / splits[0])}.")
-    held = [file for split in splits if uses[split] == "valid" for file in _shards(folder / split, 1.0)]
-    left = [split for split in splits if split not in train and uses[split] != "valid"]
-    return Found(_shards(folder / train[0], weight), held, [f"{folder}: not read: {', '.join(left)}"] if left else [])
-
-
-def _shards(folder: Path, weight: float) -> list[DataFile]:
-    """The Arrow files of a saved data set. Raises InputError."""
-    state = _json(folder / "state.json")
-    entries: Any = state.get("_data_files")
-    files = [file for file in entries if isinstance(file, dict)] if isinstance(entries, list) else []
-    names = [str(file.get("filename")) for file in files]
-    plain = names and all(Path(name).name == name for name in names)
-    if state.get("_indices_files") or state.get("_indices_data_files") or not plain:
-        raise InputError(
-            f"{folder}: a data set saved in a form that is not read. Write it as Parquet: "
-            f"datasets.load_from_disk('{folder}').to_parquet('data.parquet')"
-        )
-    for name in names:
-        check_file(folder / name)
-    return [DataFile(folder / name, weight) for name in names]
-
-
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        return parse_json(read_small(path, links=True), path.name)
-    except (OSError, ValueError) as error:
-        raise InputError(f"{path} cannot be read: {why(error)}. Save the data set again.") from None
+    names += [f"{len(files) - _NAMED:,} more"] if len(files) > _NAMED else []
+    return ", ".join([*names, *(f"{n:,} {kind}" for kind, n in sorted((others or {}).items()))][: _NAMED + 2])
 
 
 # ---------------------------------------------------------------- rows

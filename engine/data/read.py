@@ -24,7 +24,7 @@ KINDS = (*LINES, ".json", ".csv", ".tsv", *TEXTS, *COLUMNS)
 PACKINGS = (".gz", ".bz2", ".xz", ".zst")
 DAMAGES = (gzip.BadGzipFile, EOFError, zlib.error, lzma.LZMAError, OSError)  # OSError with an errno is none
 STDIN = "standard input"
-_SIGNS = (  # first bytes, what it is, the suffix that it should have, else what to do with it
+_SIGNS = (  # first bytes, what they begin, the suffix under which it is read, else what to do
     (b"\x1f\x8b", "gzip", ".gz"),
     (b"BZh", "bzip2", ".bz2"),
     (b"\xfd7zXZ", "xz", ".xz"),
@@ -33,22 +33,14 @@ _SIGNS = (  # first bytes, what it is, the suffix that it should have, else what
     (b"ARROW1", "Arrow", ".arrow"),
     (b"PK\x03\x04", "a zip archive", "Unpack it: unzip"),
     (b"\x04\x22\x4d\x18", "LZ4", "Unpack it: lz4 -d"),
-    (b"\x1f\x9d", "packed by compress", "Unpack it: uncompress"),
-    (b"7z\xbc\xaf\x27\x1c", "a 7-Zip archive", "Unpack it: 7z x"),
-    (b"Rar!", "a RAR archive", "Unpack it: unrar x"),
-    (b"GGUF", "a model in GGUF, not data", "Name a file of rows, not"),
-    (b"\x80\x04\x95", "a pickle of Python", "Write its rows as JSON lines, from"),
-    (b"\x93NUMPY", "an array of numpy", "Write its rows as JSON lines, from"),
-    (b"\x89HDF", "HDF5", "Write its rows as JSON lines, from"),
-    (b"Obj\x01", "Avro", "Write its rows as JSON lines, from"),
-    (b"SQLite format 3", "a SQLite database", "Write its rows as CSV, from"),
-    (b"\x89PNG", "an image", "Name a file of text, not"),
-    (b"\xff\xd8\xff", "an image", "Name a file of text, not"),
-    (b"%PDF", "a PDF", "Write its text into a .txt file, from"),
+    (b"GGUF", "a model in GGUF", "Name a file of rows, not"),
+    (b"version https://git-lfs", "a pointer of Git LFS", "Get what it stands for: git lfs pull -I"),
+    (b"\xff\xfe", "UTF-16", "Convert it: iconv -f UTF-16 -t UTF-8"),
+    (b"\xfe\xff", "UTF-16", "Convert it: iconv -f UTF-16 -t UTF-8"),
 )
 _UNPACK = {".gz": "zcat", ".bz2": "bzcat", ".xz": "xzcat", ".zst": "zstdcat"}
 _PART = 1 << 16  # bytes read at once
-NAMES = {"messages", "conversations", "text", "prompt", "completion", "instruction", "output", "input_ids", "chosen"}
+_NAMES = {"messages", "conversations", "text", "prompt", "completion", "instruction", "output", "input_ids", "chosen"}
 SEPARATOR = "<|endoftext|>"  # ends a document of running text, whatever the tokenizer
 EMPTY: tuple[Any, ...] = (None, "", [], {})  # says as much as a key that is not there
 ROW = 1 << 28  # bytes or characters, at most: beyond any model, within memory
@@ -100,69 +92,51 @@ def check_file(path: Path, piped: bool = False) -> None:
     """Raises InputError if a file cannot be opened, is empty, or is not what its name says. `piped`: what standard
     input held is there.
     """
+    kind = file_kind(path)
     if path.exists() and not path.is_file():
         raise InputError(f"{path} is not a regular file. Pipe it into standard input: --data -.")
-    kind = file_kind(path)
-    if kind not in KINDS and path.exists():  # opening says that it does not
+    if kind not in KINDS and path.exists() and not piped:  # opening says that it does not
         raise InputError(f"{path}: unknown kind of data. Expected {', '.join(KINDS)}, or {', '.join(PACKINGS)} of one.")
     try:
         with path.open("rb") as file:
-            head = file.read(64)
-            line = head + file.readline(1 << 20) if b"\n" not in head else head.partition(b"\n")[0]
+            line = file.readline(1 << 20)
     except OSError as error:
         raise InputError(f"{path}: {error.strerror}. Correct the path.") from None
-    if not head:
-        raise InputError(f"{path} is empty. Name another file with --data.")
-    if what := _piped(head, line) if piped else _misnamed(path, head) or _no_text(path, head, line):
-        raise InputError(f"{STDIN if piped else path} {what}.")
+    name = STDIN if piped else str(path)
+    if not line:
+        raise InputError(f"{name} is empty. Name another file with --data.")
+    for sign, what, way in _SIGNS:
+        if line.startswith(sign) and (piped or path.suffix.lower() != way):
+            raise InputError(f"{name} is {what}. {_way_out(path, way, piped)}.")
+    if piped or path.suffix.lower() in (*TEXTS, ".csv", ".tsv"):
+        _check_text(path, name, line, piped)
+    elif line.lstrip(_BOM + _SPACE)[:15].lower().startswith((b"<!doctype html", b"<html")):
+        raise InputError(f"{path} is a web page, not data. Download the file: its address has /resolve/, not /blob/.")
 
 
-def _misnamed(path: Path, head: bytes) -> str:
-    """What a file with these first bytes is, and what to do, if its name says otherwise; else ""."""
-    for sign, what, advice in _SIGNS:
-        if head.startswith(sign) and advice[:1] != ".":
-            return f"is {what}. {advice} {quoted(path)}"
-        if head.startswith(sign) and path.suffix.lower() != advice:
-            name = path.name.removesuffix(path.suffix) if advice in COLUMNS else path.name
-            renamed = quoted(path.with_name(name + advice))
-            return f"is {what} with another extension. Rename it: mv {quoted(path)} {renamed}"
-    if head.startswith(b"version https://git-lfs"):
-        return "is a Git LFS pointer, not the data. Run git lfs pull, or download it again"
-    wide = "UTF-32" if head[:4] in (b"\xff\xfe\0\0", b"\0\0\xfe\xff") else "UTF-16"
-    if wide == "UTF-32" or head[:2] in (b"\xff\xfe", b"\xfe\xff"):
-        return f"is {wide}. Convert it: iconv -f {wide} -t UTF-8 {quoted(path)} > NEW"
-    return ""
+def _way_out(path: Path, way: str, piped: bool) -> str:
+    if piped:
+        return f"Unpack it on the way: {_UNPACK[way]} FILE | trireme …" if way in _UNPACK else "Name a file"
+    if way.startswith("."):
+        return (
+            f"Rename it: mv {quoted(path)} {quoted(path.with_name((path.stem if way in COLUMNS else path.name) + way))}"
+        )
+    return f"{way} {quoted(path)}"
 
 
-def _no_text(path: Path, head: bytes, line: bytes) -> str:
-    """What a table or a text is that holds something else, and what to do; else ""."""
-    kind, bare = path.suffix.lower(), head.removeprefix(b"\xef\xbb\xbf").lstrip()
-    renamed = f"Rename it: mv {quoted(path)} {quoted(path.with_suffix('.jsonl'))}"
-    if kind in (".csv", ".tsv") and bare[:2] in (b'{"', b"[{"):
-        return f"is JSON with another extension. {renamed}"
-    if kind not in TEXTS and bare[:15].lower().startswith((b"<!doctype html", b"<html")):
-        return "is a web page, not data. Download the file itself: its address has /resolve/ in it, not /blob/"
-    if kind in TEXTS and line.removeprefix(b"\xef\xbb\xbf").startswith(b"{"):
-        try:
-            row = json.loads(line.removeprefix(b"\xef\xbb\xbf"))
-        except (ValueError, RecursionError):
-            return ""
-        return f"holds rows of JSON, not running text. {renamed}" if NAMES & row.keys() else ""
-    return ""
-
-
-def _piped(head: bytes, line: bytes) -> str:
-    """What standard input holds that is neither rows of JSON nor text, and what to do; else ""."""
-    for sign, what, advice in _SIGNS:
-        if head.startswith(sign):
-            way = f"Unpack it on the way: {_UNPACK[advice]} FILE | trireme …" if advice in _UNPACK else "Name a file"
-            return f"is {what}. {way}"
-    if re.search(r"\x00", head.decode("latin-1")):
-        return "holds NUL bytes, so it is no UTF-8 text. Name a file"
-    cells = re.split(r"[,;\t]", line.decode("utf-8", "replace").strip().lstrip("\ufeff"))
-    if len(cells) > 1 and NAMES & {cell.strip('"') for cell in cells}:
-        return "looks like a table, and is read as JSON lines or running text. Name the file, which has to end in .csv"
-    return ""
+def _check_text(path: Path, name: str, line: bytes, piped: bool) -> None:
+    """Raises InputError where a text or a table, whose first line this is, holds rows of JSON, or standard input a
+    table or no text.
+    """
+    text = line.decode("utf-8", "replace").strip("\ufeff \t\r\n")
+    if not piped and re.match(r'\[?\s*\{\s*"', text) and _NAMES & {*re.findall(r'"(\w+)"\s*:', text)}:
+        renamed = f"mv {quoted(path)} {quoted(path.with_suffix('.jsonl'))}"
+        raise InputError(f"{path} holds rows of JSON, not what its name says. Rename it: {renamed}.")
+    cells = [cell.strip('"') for cell in re.split(r"[,;\t]", text)]
+    if piped and len(cells) > 1 and _NAMES & {*cells}:
+        raise InputError(f"{name} looks like a table, and is read as JSON lines or text. Name the file: x.csv.")
+    if piped and "\0" in text:
+        raise InputError(f"{name} holds NUL bytes, so it is no UTF-8 text. Name a file.")
 
 
 def unpacked(path: Path, raw: BinaryIO) -> BinaryIO:
@@ -225,12 +199,23 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> Fields:
 
 
 _DECODER = json.JSONDecoder(object_pairs_hook=_no_duplicates)
-_TOO_LONG = "holds a number of thousands of digits"  # Python refuses it
 
 
 def json_of(text: str) -> Any:
     """The value of JSON in a string. Raises ValueError (BadRow if a key occurs twice), RecursionError."""
     return _DECODER.decode(text)
+
+
+def _fault(error: ValueError | RecursionError) -> str:
+    """What is wrong with JSON."""
+    if isinstance(error, UnicodeDecodeError):
+        byte = f"byte {error.object[error.start]:#04x} at {error.start}"
+        return f"is not UTF-8 ({byte}); if all of the file is in one encoding, iconv converts it"
+    if isinstance(error, json.JSONDecodeError):
+        return f"is not JSON ({error.msg} at character {error.pos + 1})"
+    if isinstance(error, RecursionError):
+        return "is nested too deeply"
+    return str(error) if isinstance(error, BadRow) else "holds a number of thousands of digits"  # Python refuses it
 
 
 def _object(value: object) -> Fields | BadRow:
@@ -244,19 +229,15 @@ def holds_lines(path: Path) -> bool:
         return False
     with path.open("rb") as raw:
         file = unpacked(path, raw)
-        filled = (line.strip(_BOM + _SPACE) for line in iter(lambda: file.readline(ROW), b""))
-        first = next(filter(None, filled), b"")
+        filled = filter(None, (line.strip(_BOM + _SPACE) for line in iter(lambda: file.readline(ROW), b"")))
+        first = next(filled, b"")
         if first[:1] != b"{":
             return first[:1] != b"[" and kind in LINES
         try:
             json.loads(first)
-            return True
-        except json.JSONDecodeError as error:
-            ends_inside = error.pos >= len(error.doc) - 1 or error.msg.startswith("Unterminated")
-            second = next(filter(None, filled), b"") if ends_inside else b"{"
-            return kind in LINES and second[:1] in (b"{", b"")
-        except (ValueError, RecursionError):
-            return kind in LINES
+        except (ValueError, RecursionError):  # a bad row, or the first line of an object
+            return kind in LINES and next(filled, b"{")[:1] == b"{"
+        return True
 
 
 def json_lines(file: BinaryIO) -> Iterator[Row]:
@@ -267,9 +248,7 @@ def json_lines(file: BinaryIO) -> Iterator[Row]:
             while (part := file.readline(_CHUNK)) and not part.endswith(b"\n"):
                 pass
             yield Row(number, BadRow(TOO_LARGE))
-            continue
-        line = line.rstrip().lstrip(_BOM + _SPACE)  # files with a mark may have been joined
-        if line:
+        elif line := line.rstrip().lstrip(_BOM + _SPACE):  # files with a mark may have been joined
             yield Row(number, _json_line(line))
 
 
@@ -277,18 +256,9 @@ def _json_line(line: bytes) -> Fields | BadRow:
     if b"\0" in line:
         return BadRow("holds NUL bytes: damaged, or not UTF-8")
     try:
-        return _object(_DECODER.decode(line.decode("utf-8")))
-    except UnicodeDecodeError as error:
-        byte = f"byte {error.object[error.start]:#04x} at {error.start}"
-        return BadRow(f"is not UTF-8 ({byte}); if all of the file is in one encoding, iconv converts it")
-    except json.JSONDecodeError as error:
-        return BadRow(f"is not JSON ({error.msg} at character {error.pos + 1})")
-    except RecursionError:
-        return BadRow("is nested too deeply")
-    except BadRow as error:
-        return error
-    except ValueError:
-        return BadRow(_TOO_LONG)
+        return _object(json_of(line.decode()))
+    except (ValueError, RecursionError) as error:
+        return BadRow(_fault(error))
 
 
 def json_values(path: Path, file: BinaryIO) -> Iterator[Row]:
@@ -304,10 +274,6 @@ def json_values(path: Path, file: BinaryIO) -> Iterator[Row]:
             continue
         try:
             value, end = _DECODER.raw_decode(buffer, pos)
-        except BadRow as error:
-            raise InputError(f"{path} row {number + 1}: {error}.") from None
-        except RecursionError:
-            raise InputError(f"{path} row {number + 1} is nested too deeply.") from None
         except json.JSONDecodeError as error:
             broken = error.pos < len(buffer) - 16 and not error.msg.startswith("Unterminated string")
             if unread and not broken:  # the value may go on; doubling keeps a huge one cheap
@@ -322,8 +288,8 @@ def json_values(path: Path, file: BinaryIO) -> Iterator[Row]:
             where = line + buffer.count("\n", 0, min(error.pos, len(buffer)))
             what = "the file ends inside the list" if pos == len(buffer) else error.msg
             raise InputError(f"{path} line {where} is not JSON: {what}. Is the file complete?") from None
-        except ValueError:
-            raise InputError(f"{path} row {number + 1} {_TOO_LONG}.") from None
+        except (ValueError, RecursionError) as error:
+            raise InputError(f"{path} row {number + 1}: {_fault(error)}.") from None
         number, pos = number + 1, end
         yield Row(number, _object(value))
 
@@ -333,59 +299,44 @@ def json_values(path: Path, file: BinaryIO) -> Iterator[Row]:
 
 def documents(path: Path, file: BinaryIO, separators: set[str]) -> Iterator[Row]:
     """Yields pieces of documents, which end at lines in `separators`, and at SEPARATOR within a line. Lines may have
-    any length. A piece begins with a line that does not begin with a space, if there is one.
+    any length. A piece begins with a line that does not begin with a space, if there is one, and waits for the text
+    after it.
+    """
+    parts, size, first, before = list[str](), 0, 0, ""
+    waiting: Row | None = None
+    for number, part, begins in _parts(path, file, separators):
+        if part is None or size >= (2 * _PIECE if begins and part[:1].isspace() else _PIECE):
+            text = "".join(parts).rstrip("\n" if part is None else "")
+            if waiting:
+                yield waiting._replace(after=text[:CONTEXT])
+            row = Row(first, {"text": text}, not waiting, part is None, before)
+            if part is None and (waiting or text.strip()):
+                yield row
+            waiting, before = (None, "") if part is None else (row, (before + text)[-CONTEXT:])
+            parts, size = [], 0
+        if part and (part := part if waiting or parts else part.lstrip("\n")):
+            first = first if parts else number
+            parts.append(part)
+            size += len(part)
+
+
+def _parts(path: Path, file: BinaryIO, separators: set[str]) -> Iterator[tuple[int, str | None, bool]]:
+    """Yields (line, text, whether a line begins with it) of lines and parts of long ones; None as the text ends a
+    document.
     """
     stream = io.TextIOWrapper(file, encoding="utf-8-sig")  # CRLF becomes LF
-    document, number, begins, carried = _Document(), 0, True, ""
-    while part := carried + stream.readline(_PIECE):
-        number, carried = number + begins, ""
+    number, begins, rest = 0, True, ""
+    while part := rest + stream.readline(_PIECE):
+        number, rest = number + begins, ""
         if "\0" in part:
             raise InputError(f"{path} line {number} holds NUL bytes: is it text?")
         if len(part) >= _PIECE and "<" in part[1 - len(SEPARATOR) :]:  # perhaps the beginning of a separator
             at = part.rindex("<")
-            part, carried = part[:at], part[at:]
+            part, rest = part[:at], part[at:]
         texts = ["", ""] if begins and part.strip() in separators else part.split(SEPARATOR)
         for i, text in enumerate(texts):
             if i:
-                yield from document.end()
-                document = _Document()
-            yield from document.add(number, text, begins or i > 0)
+                yield number, None, True
+            yield number, text, begins or i > 0
         begins = part.endswith("\n")
-    yield from document.end()
-
-
-class _Document:
-    """Cuts a document into pieces. Each piece waits for the text after it."""
-
-    def __init__(self) -> None:
-        self._parts: list[str] = []  # of the next piece
-        self._size = self._number = 0
-        self._held: Row | None = None  # the piece before
-        self._before = ""
-
-    def add(self, number: int, part: str, begins: bool) -> Iterator[Row]:
-        """Takes a line, or a part of a long one. `begins`: it is the first part."""
-        apart = begins and not part[:1].isspace()
-        if self._size >= _PIECE and (apart or not begins) or self._size >= 2 * _PIECE:
-            yield from self._hold("".join(self._parts))
-            self._parts, self._size = [], 0
-        if not self._held and not self._parts:
-            part = part.lstrip("\n")
-        if part:
-            self._number = self._number if self._parts else number
-            self._parts.append(part)
-            self._size += len(part)
-
-    def _hold(self, text: str, ends: bool = False) -> Iterator[Row]:
-        if self._held:
-            yield self._held._replace(after=text[:CONTEXT])
-        self._held = Row(self._number, {"text": text}, not self._held, ends, self._before)
-        self._before = (self._before + text)[-CONTEXT:]
-
-    def end(self) -> Iterator[Row]:
-        """Yields the rest; nothing if all of it is blank."""
-        text = "".join(self._parts).rstrip("\n")
-        if text.strip() or self._held:
-            yield from self._hold(text, ends=True)
-        if self._held:
-            yield self._held
+    yield number, None, True

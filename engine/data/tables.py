@@ -14,35 +14,12 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from trireme.engine.data.read import COLUMNS, PACKINGS, ROW, TOO_LARGE, BadRow, Fields, Row, file_kind, json_of
+from trireme.engine.data.read import COLUMNS, PACKINGS, ROW, TOO_LARGE, BadRow, Row, file_kind, json_of
 from trireme.models.config import InputError
 
 _BATCH = 256  # rows that are made at once
 _TIME = 0.5  # stands for a time, which is listed as not used
-_JSON = "arrow.json"
-_Form = str | dict[str, Any] | list[Any]  # _JSON, or the forms of an object's keys, or of a list's values
-
-
-class _Lines:
-    """Checked lines. `number`: of the last one. `taken`: characters of the row so far, which its reader sets to 0."""
-
-    def __init__(self, path: Path, stream: io.TextIOWrapper):
-        self._path, self._stream, self.number, self.taken = path, stream, 0, 0
-
-    def __iter__(self) -> Iterator[str]:
-        return self
-
-    def __next__(self) -> str:
-        line = self._stream.readline(ROW)
-        if not line:
-            raise StopIteration
-        self.number += 1
-        self.taken += len(line)
-        if "\0" in line:
-            raise InputError(f"{self._path} line {self.number} holds NUL bytes: is it text?")
-        if self.taken >= ROW:
-            raise InputError(f"{self._path}: the row that ends with line {self.number} {TOO_LARGE}.")
-        return line
+_JSON = "arrow.json"  # the datasets library stores values so that are of several types
 
 
 def csv_rows(path: Path, file: BinaryIO, tabs: bool) -> Iterator[Row]:
@@ -52,42 +29,45 @@ def csv_rows(path: Path, file: BinaryIO, tabs: bool) -> Iterator[Row]:
     A cell with nan, which pandas writes for absent values, is null.
     """
     csv.field_size_limit(ROW)
-    lines = _Lines(path, io.TextIOWrapper(file, encoding="utf-8-sig", newline=""))
-    first, comma = next(lines, ""), ""
-    if named := re.fullmatch(r"\"?sep=(.)\"?\r?\n", first):
-        first, comma = next(lines, ""), named[1]
-    comma = comma or ("\t" if tabs and "\t" in first else max(",;\t", key=first.count))
-    source = chain([first] if first else [], lines)
-    rows = map(_tabbed, source) if tabs and comma == "\t" else csv.reader(source, delimiter=comma, strict=True)
-    begins = lines.number
+    lines, skipped = _lines(path, io.TextIOWrapper(file, encoding="utf-8-sig", newline="")), 0
+    first = next(lines, "")
+    named = re.fullmatch(r"\"?sep=(.)\"?\r?\n", first)
+    if named:
+        first, skipped = next(lines, ""), 1
+    comma = named[1] if named else "\t" if tabs and "\t" in first else max(",;\t", key=first.count)
+    bare = tabs and comma == "\t"
+    reader = csv.reader(chain([first], lines), delimiter=comma, strict=True, quoting=csv.QUOTE_NONE if bare else 0)
+    number = skipped + 1
     try:
-        header = next(rows, [])
+        header = _unquoted(next(reader, [])) if bare else next(reader, [])
         if len(set(header)) != len(header):
             raise InputError(f"{path}: the header names a column twice: {', '.join(header)}.")
-        begins = lines.number + 1
-        for cells in rows:
-            lines.taken, number, begins = 0, begins, lines.number + 1
-            if not cells:
-                continue
-            if cells == header or [cell.removeprefix("\ufeff") for cell in cells] == header:
+        number = skipped + reader.line_num + 1
+        for cells in map(_unquoted, reader) if bare else reader:
+            if cells and [cell.removeprefix("\ufeff") for cell in cells] == header:
                 yield Row(number, BadRow("is the header again. Were files joined? Give each with its own --data"))
-            elif len(cells) != len(header):
+            elif cells and len(cells) != len(header):
                 yield Row(number, BadRow(f"has {len(cells)} cells, the header {len(header)}"))
-            else:
+            elif cells:
                 values = [None if cell in ("nan", "NaN", "<NA>") else cell for cell in cells]
                 yield Row(number, dict(zip(header, values, strict=True)))
+            number = skipped + reader.line_num + 1
     except csv.Error as error:
-        where = f"line {begins}" + (f" to {lines.number}" if lines.number > begins else "")
-        raise InputError(f"{path} {where} is not CSV: {error}. Is a quotation mark missing?") from None
+        raise InputError(f"{path} line {number} is not CSV: {error}. Is a quotation mark missing?") from None
 
 
-def _tabbed(line: str) -> list[str]:
-    line = line.rstrip("\r\n")
-    whole = re.compile(r'"((?:[^"]|"")*)"')
-    quoted = [whole.fullmatch(cell) for cell in line.split("\t")] if line else []
-    return [
-        match[1].replace('""', '"') if match else cell for match, cell in zip(quoted, line.split("\t"), strict=False)
-    ]
+def _lines(path: Path, stream: io.TextIOWrapper) -> Iterator[str]:
+    for number, line in enumerate(iter(lambda: stream.readline(ROW), ""), 1):
+        if "\0" in line:
+            raise InputError(f"{path} line {number} holds NUL bytes: is it text?")
+        if len(line) == ROW:
+            raise InputError(f"{path} line {number} {TOO_LARGE}.")
+        yield line
+
+
+def _unquoted(cells: list[str]) -> list[str]:
+    quoted = [re.fullmatch(r'"((?:[^"]|"")*)"', cell) for cell in cells]
+    return [match[1].replace('""', '"') if match else cell for match, cell in zip(quoted, cells, strict=True)]
 
 
 # ---------------------------------------------------------------- columns
@@ -97,29 +77,27 @@ def column_rows(path: Path, file: BinaryIO, arrow: bool) -> Iterator[Row]:
     """Yields rows of Parquet or, with `arrow`, of Arrow's files and streams. Both are read in any order, so a packed
     file is unpacked first, into a temporary one.
     """
-    pyarrow = _pyarrow(path)
+    pyarrow, number = _pyarrow(path), 0
     if not file.seekable():
         packed, file = file, cast(BinaryIO, tempfile.TemporaryFile())  # noqa: SIM115, closed with the generator
-        try:
-            shutil.copyfileobj(packed, file)
-        except OSError as error:
-            where = f"{path}: it cannot be unpacked into a file in {tempfile.gettempdir()}"
-            raise InputError(
-                f"{where}: {error.strerror or error}. Unpack it, or set TMPDIR to a folder with more space."
-            ) from None
+        shutil.copyfileobj(packed, file)
         file.seek(0)
-    number = 0
     try:
         schema, batches = _opened(pyarrow, file, arrow)
         if len(set(schema.names)) != len(schema.names):
             raise InputError(f"{path} names a column twice: {', '.join(schema.names)}.")
-        timed = [field.name for field in schema if pyarrow.types.is_temporal(field.type)]  # Python has no nanoseconds
-        inside = {field.name: form for field in schema if (form := _json_in(pyarrow, field))}
-        for batch in batches([name for name in schema.names if name not in timed]):
-            for value in batch.to_pylist(maps_as_pydicts="strict"):
+        times = {field.name: _TIME for field in schema if pyarrow.types.is_temporal(field.type)}  # may be nanoseconds
+        fields = {
+            field.name: field
+            for field in schema
+            if _JSON in f"{field.type} {field.metadata}" and "map<" not in str(field.type)
+        }
+        for batch in batches([name for name in schema.names if name not in times]):
+            for cells in batch.to_pylist(maps_as_pydicts="strict"):
                 number += 1
-                yield Row(number, _fields(value, inside, dict.fromkeys(timed, _TIME)))
-    except (pyarrow.ArrowException, ValueError, OverflowError, OSError, KeyError) as error:
+                row = {key: _without_nulls(value) for key, value in cells.items()} | times
+                yield Row(number, row | {key: _parsed(row[key], field) for key, field in fields.items()})
+    except (pyarrow.ArrowException, ValueError, OverflowError, OSError, KeyError, RecursionError) as error:
         if getattr(error, "errno", None) or isinstance(error, InputError):  # a failing disk; pyarrow's own have none
             raise
         kind, what = "Arrow" if arrow else "Parquet", " ".join(str(error).split()).rstrip(".")
@@ -141,16 +119,16 @@ def _opened(pyarrow: Any, file: BinaryIO, arrow: bool) -> tuple[Any, Any]:
     datasets library writes it.
     """
     if not arrow:
-        made = pyarrow.parquet.ParquetFile(file)
-        return made.schema_arrow, lambda names: made.iter_batches(_BATCH, columns=names)
+        table = pyarrow.parquet.ParquetFile(file)
+        return table.schema_arrow, lambda names: table.iter_batches(_BATCH, columns=names)
     if file.read(6) == b"ARROW1":
-        made = pyarrow.ipc.open_file(file)
-        blocks = (made.get_batch(i) for i in range(made.num_record_batches))
+        table = pyarrow.ipc.open_file(file)
+        blocks = (table.get_batch(i) for i in range(table.num_record_batches))
     else:
         file.seek(0)
-        blocks = made = pyarrow.ipc.open_stream(file)
+        blocks = table = pyarrow.ipc.open_stream(file)
     parts = lambda block: (block.slice(at, _BATCH) for at in range(0, block.num_rows, _BATCH))
-    return made.schema, lambda names: chain.from_iterable(parts(block.select(names)) for block in blocks)
+    return table.schema, lambda names: chain.from_iterable(parts(block.select(names)) for block in blocks)
 
 
 def class_names(path: Path, column: str) -> tuple[str, ...]:
@@ -158,7 +136,7 @@ def class_names(path: Path, column: str) -> tuple[str, ...]:
     if file_kind(path) not in COLUMNS or path.suffix.lower() in PACKINGS:
         return ()
     pyarrow = _pyarrow(path)
-    with suppress(pyarrow.ArrowException, OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+    with suppress(pyarrow.ArrowException, OSError, ValueError, TypeError, KeyError, RecursionError):
         with path.open("rb") as file:
             schema, _ = _opened(pyarrow, file, file_kind(path) == ".arrow")
         feature = json.loads(schema.metadata[b"huggingface"])["info"]["features"][column]
@@ -167,44 +145,17 @@ def class_names(path: Path, column: str) -> tuple[str, ...]:
     return ()
 
 
-def _fields(row: Fields, inside: dict[str, _Form], times: Fields) -> Fields | BadRow:
-    """`inside`: where columns have JSON."""
-    try:
-        return {key: _decoded(value, inside.get(key)) for key, value in row.items()} | times
-    except BadRow as error:
-        return error
-
-
-def _json_in(pyarrow: Any, field: Any) -> _Form | None:
-    """Where a field has JSON in strings, Arrow's type `arrow.json`: the datasets library stores values so that are of
-    several types, such as a content that is a text or a list.
-    """
-    known = getattr(field.type, "extension_name", "")  # older versions of pyarrow only keep what is said of it
-    if _JSON in (known, (field.metadata or {}).get(b"ARROW:extension:name", b"").decode(errors="replace")):
-        return _JSON
-    types = pyarrow.types
-    if types.is_struct(field.type):
-        return {inner.name: form for inner in field.type if (form := _json_in(pyarrow, inner))} or None
-    if types.is_list(field.type) or types.is_large_list(field.type) or types.is_fixed_size_list(field.type):
-        form = _json_in(pyarrow, field.type.value_field)
-        return [form] if form else None
-    return None
-
-
-def _decoded(value: Any, form: _Form | None) -> Any:
-    """A value without keys that are null, since Arrow gives each object of a column the keys of all, and with JSON in
-    place of its strings where `form` says so. Raises BadRow.
-    """
+def _without_nulls(value: Any) -> Any:
+    """A value without keys that are null, since Arrow gives each object of a column the keys of all."""
     if isinstance(value, dict):
-        forms = form if isinstance(form, dict) else {}
-        return {key: _decoded(held, forms.get(key)) for key, held in value.items() if held is not None}
+        return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
+    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
+
+
+def _parsed(value: Any, field: Any) -> Any:
+    """A value of a column with JSON in place of its strings where their type says so. Raises ValueError."""
+    if isinstance(value, dict):
+        return {key: _parsed(inner, field.type.field(key)) for key, inner in value.items()}
     if isinstance(value, list):
-        return [_decoded(held, form[0] if isinstance(form, list) else None) for held in value]
-    if value is None or form != _JSON:
-        return value
-    try:
-        return json_of(value)
-    except BadRow:
-        raise
-    except (ValueError, RecursionError) as error:
-        raise BadRow(f"holds {value[:40]!r}, which its column says is JSON ({error})") from None
+        return [_parsed(inner, field.type.value_field) for inner in value]
+    return json_of(value) if isinstance(value, str) and _JSON in f"{field.type} {field.metadata}" else value

@@ -142,18 +142,18 @@ def test_objects_of_json_in_any_layout(tmp_path_factory, rows, indent, form):
 def test_pieces_of_a_long_text_are_the_text(tmp_path, separator):
     text, path = separator.join(f"word {i} of it" for i in range(60_000)), tmp_path / "a.txt"
     path.write_text(text)
-    found = list(FileRows([path]))
+    pieces = list(FileRows([path]))
     documents = [""]
-    for before, row in zip([None, *found], found, strict=False):
+    for before, row in zip([None, *pieces], pieces, strict=False):
         documents += [] if not row.starts else [""]
         documents[-1] += row.value["text"]
         if not row.starts:
             assert before.value["text"].endswith(row.before)
             assert row.value["text"].startswith(before.after)
     assert documents[1:] == (text.split(separator) if "<" in separator else [text])
-    assert all(len(row.value["text"]) < 1 << 20 for row in found)
-    assert separator != "\n" or len(found) > 1
-    assert [row.value["text"] for row in FileRows([path], most=1)][0] == found[0].value["text"]
+    assert all(len(row.value["text"]) < 1 << 20 for row in pieces)
+    assert separator != "\n" or len(pieces) > 1
+    assert [row.value["text"] for row in FileRows([path], most=1)][0] == pieces[0].value["text"]
 
 
 def test_values_of_arrow(tmp_path):
@@ -178,6 +178,8 @@ FOLDERS = [  # names, trained on, held out, a word of the note or of the fault
     ("d/train-0-of-2.jsonl d/train-1-of-2.jsonl", "train-0-of-2.jsonl train-1-of-2.jsonl", "", ""),
     ("train-00000-of-00002.jsonl", "", "", "train-00001-of-00002"),
     ("train_sft-00000-of-00001.jsonl train_gen-00000-of-00001.jsonl", "", "", "splits"),
+    ("train_sft/a-0-of-1.jsonl train_gen/a-0-of-1.jsonl", "", "", "splits"),
+    ("train/a-0-of-1.jsonl train/cache-1.arrow train/state.json dev/a-0-of-1.jsonl", "a-0-of-1.jsonl", "a-0-of-1.jsonl", "1 .arrow"),
     ("a.jsonl a.csv", "", "", "twice"),
     ("a.jsonl dataset_info.json .hidden/b.jsonl .c.jsonl", "a.jsonl", "", "1 .json"),
     ("tokenizer.json config.json", "", "", "checkpoint"),
@@ -195,43 +197,20 @@ def test_which_files_of_a_folder_are_read(tmp_path, names, train, held, word):
             find(str(tmp_path))
         assert word in str(error.value)
         return
-    found = find(str(tmp_path))
+    sources = find(str(tmp_path))
     named = lambda files: " ".join(path.name for file in files for path in file.files)
-    assert named(found.files).startswith(train)
-    assert named(found.held) == held
-    assert word in " ".join(found.notes)
-
-
-CARD = """---
-configs:
-- config_name: {name}
-  data_files:
-  - {{split: train, path: "x-*.jsonl"}}
-  - {{split: test, path: y.jsonl}}
-{rest}---
-"""
-SECOND = '- {config_name: other, data_files: "y.jsonl"}\n'
-
-
-def test_a_card_says_which_files_are_of_which_split(tmp_path):
-    for name in ("x-1.jsonl", "x-2.jsonl", "y.jsonl", "z.jsonl"):
-        (tmp_path / name).write_bytes(LINES)
-    (tmp_path / "README.md").write_text(CARD.format(name="a", rest=""))
-    found = find(str(tmp_path))
-    assert [file.path.name for file in found.files] == ["x-1.jsonl", "x-2.jsonl"]
-    assert "y.jsonl" in found.notes[0]
-    (tmp_path / "README.md").write_text(CARD.format(name="a", rest=SECOND))
-    with pytest.raises(InputError, match="configurations"):
-        find(str(tmp_path))
+    assert named(sources.files).startswith(train)
+    assert named(sources.held_out) == held
+    assert word in " ".join(sources.notes)
 
 
 def test_a_data_set_saved_by_the_library(tmp_path):
     datasets = pytest.importorskip("datasets")
     data = datasets.Dataset.from_list(AB)
     datasets.DatasetDict({"train": data, "validation": data}).save_to_disk(str(tmp_path / "d"))
-    found = find(str(tmp_path / "d"))
+    sources = find(str(tmp_path / "d"))
     assert rows_of(tmp_path / "d") == AB
-    assert len(found.held) == 1
+    assert len(sources.held_out) == 1
 
 
 def test_patterns_weights_and_what_is_elsewhere(tmp_path, monkeypatch):
@@ -246,7 +225,7 @@ def test_patterns_weights_and_what_is_elsewhere(tmp_path, monkeypatch):
     assert named("sub/*.jsonl:0.5") == ["sub/b.jsonl"]
     assert find("a.jsonl:2").files[0].weight == 2
     for text, word in {
-        "": "empty", "a.jsonl:0": "weight", "a.jsonl:9999": "weight", "none*.jsonl": "matches", "own/er": "hub",
+        "": "empty", "a.jsonl:0": "weight", "a.jsonl:9999": "weight", "none*.jsonl": "matches",
         "https://x/y.jsonl": "curl",
     }.items():  # fmt: skip
         with pytest.raises(InputError, match=word):
