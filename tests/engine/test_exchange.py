@@ -5,10 +5,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+import transformers
 from engines import FP8, LIMITS, LLAMA, MemoryScratch, MemoryStore, gpu_plan
 from safetensors.numpy import load_file, save_file
 from tiny import CASES, oracle, relative
-from transformers import AutoModelForCausalLM
 
 from trireme.engine import exchange as module
 from trireme.engine.between import Reader, writing
@@ -216,7 +216,7 @@ def test_a_mixture_comes_out_as_transformers_wrote_it(mixture, tmp_path, tier, d
     x.save(tmp_path / "out")
     name = "model.safetensors"
     assert (tmp_path / "out" / name).read_bytes() == (mixture / name).read_bytes()
-    reopened = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
+    reopened = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)
     ids = torch.arange(20)[None]
     assert relative(reopened(ids).logits, oracle(*CASES[CASE])[0](ids).logits) < 1e-5
 

@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import transformers
 from runs import CLASSES, FINISHED, PAIRS, last_eval, write_rows
 from safetensors.numpy import load_file
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 import trireme
 
@@ -50,8 +50,8 @@ def test_small_memory_changes_no_bit(name, finished, said, tmp_path):
 def test_loss_is_that_of_transformers(finished, tmp_path):
     """Of the merged model and of the adapter."""
     out, data = finished("lora")
-    model = AutoModelForCausalLM.from_pretrained(out / "merged", dtype=torch.float32)
-    ids = torch.tensor(AutoTokenizer.from_pretrained(out / "merged").encode("the cat sat on the mat"))
+    model = transformers.AutoModelForCausalLM.from_pretrained(out / "merged", dtype=torch.float32)
+    ids = torch.tensor(transformers.AutoTokenizer.from_pretrained(out / "merged").encode("the cat sat on the mat"))
     write_rows(tmp_path / "ids.jsonl", [{"input_ids": ids.tolist(), "labels": ids.tolist()}])
     with torch.no_grad():
         loss = float(torch.nn.functional.cross_entropy(model(ids[None]).logits[0, :-1], ids[1:]))
@@ -85,8 +85,8 @@ def test_labels_and_rewards_are_those_of_transformers(name, finished, said, tmp_
     write_rows(tmp_path / "texts.jsonl", rows)
     said("score", out, "--data", tmp_path / "texts.jsonl", "--out", tmp_path / "scores")
     records = [json.loads(line) for line in (tmp_path / "scores/000.jsonl").read_text().splitlines()]
-    model = AutoModelForSequenceClassification.from_pretrained(out, dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(out)
+    model = transformers.AutoModelForSequenceClassification.from_pretrained(out, dtype=torch.float32)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(out)
     assert [record["row"] for record in records] == list(range(len(rows)))
     for row, record in zip(rows, records, strict=True):
         ids = torch.tensor([tokenizer.encode(row["text"], add_special_tokens=False)])
@@ -115,8 +115,8 @@ def test_log_probabilities_are_those_of_transformers(scored):
     out, folder, _ = scored
     (part,) = (folder / "000").iterdir()
     scores = load_file(part)
-    model = AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(out)
+    model = transformers.AutoModelForCausalLM.from_pretrained(out, dtype=torch.float32)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(out)
     texts, n = Path(out.parent / "stories.txt").read_text().split("\n<|endoftext|>\n"), scores["trained"][0]
     ids = torch.tensor(tokenizer.encode(texts[scores["document"][0]], add_special_tokens=False))
     ids = ids[scores["start"][0] :][: n + 1]

@@ -10,13 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    TemperatureLogitsWarper,
-    TopKLogitsWarper,
-    TopPLogitsWarper,
-)
+import transformers
 
 import trireme
 from trireme.engine.run.after.demo import STORIES
@@ -34,7 +28,10 @@ def generation(**keys) -> None:
 
 def theirs(folder: str, text: str, chat: bool = True) -> str:
     """What transformers writes, greedily."""
-    tokenizer, model = AutoTokenizer.from_pretrained(folder), AutoModelForCausalLM.from_pretrained(folder)
+    tokenizer, model = (
+        transformers.AutoTokenizer.from_pretrained(folder),
+        transformers.AutoModelForCausalLM.from_pretrained(folder),
+    )
     messages = [{"role": "user", "content": text}]
     chat_ids = lambda: tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     ids = torch.tensor([chat_ids() if chat else tokenizer.encode(text)])
@@ -74,9 +71,9 @@ def test_several_prompts_in_one_load_are_those_one_by_one(here, said):
 def test_probabilities_are_those_of_transformers_warpers(temperature, top_k, top_p):
     logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(0)) * 3
     ours = probabilities(Sampling(temperature, top_k, top_p, 0, frozenset()), logits)
-    scores = TemperatureLogitsWarper(temperature)(None, logits)
-    scores = TopKLogitsWarper(top_k)(None, scores) if top_k else scores
-    scores = TopPLogitsWarper(top_p)(None, scores) if top_p < 1 else scores
+    scores = transformers.TemperatureLogitsWarper(temperature)(None, logits)
+    scores = transformers.TopKLogitsWarper(top_k)(None, scores) if top_k else scores
+    scores = transformers.TopPLogitsWarper(top_p)(None, scores) if top_p < 1 else scores
     assert torch.allclose(ours, scores.softmax(-1), atol=1e-6)
 
 
@@ -165,7 +162,7 @@ def test_a_model_that_learned_alpaca_is_asked_in_its_wording(name, finished, sai
         asked = trireme.sample(folder, "Name the cat", max_new_tokens=NEW)
         assert asked == trireme.sample(folder, wording, max_new_tokens=NEW, as_text=True)
     messages = [{"role": "user", "content": "Name the cat"}]
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
     assert tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True).endswith(wording)
 
 

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import tiny
+import transformers
 from mutations import Target, as_json, as_text
 from targets_data import DATA
 from targets_rows import ROW_TARGETS
-from transformers import AutoConfig
 
 from trireme.engine.run.cli import parse
 from trireme.engine.tuning.adapters import adapter_shapes, peft_names
@@ -74,7 +74,7 @@ def config(folder: Path) -> Target:
         rope_tables(cfg, 24, "cpu")
         hf.sources(cfg, {"a": (4, 2), "b": (3,)})
 
-    values = [AutoConfig.for_model(name, **keys).to_dict() for name, keys in tiny.CASES.values()]
+    values = [transformers.AutoConfig.for_model(name, **keys).to_dict() for name, keys in tiny.CASES.values()]
     values = [value | {"model_type": name} for value, (name, _) in zip(values, tiny.CASES.values(), strict=True)]
     values += [values[0] | {"quantization_config": QUANTIZED}]
     words = {key for value in values for key in value} | {*FAMILIES, *REFUSED}

@@ -3,11 +3,10 @@
 import json
 from contextlib import contextmanager
 
-import peft
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from tiny import CASES, oracle
-from transformers import AutoModelForCausalLM
 
 from trireme.engine.tuning.adapters import WEIGHTS
 from trireme.engine.tuning.merging import merge_adapter
@@ -20,10 +19,12 @@ IDS = torch.arange(3, 30)[None]
 
 def make(folder, case="llama", resized=0, **asked):
     """(the folder of an adapter of peft, ModelConfig); its base is beside it. All that it trains has other values."""
+    import peft
+
     model, cfg = oracle(*CASES[case])
     model.save_pretrained(folder / "base")
     if resized:
-        model = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.float32)
+        model = transformers.AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.float32)
         model.resize_token_embeddings(resized)
     keys = dict(r=2, lora_alpha=6, init_lora_weights=False, task_type="CAUSAL_LM", target_modules=["q_proj"]) | asked
     model = peft.get_peft_model(model, peft.LoraConfig(**keys))
@@ -61,7 +62,7 @@ def single_experts(adapter, cfg, mlp, modules):
 
 
 def loaded(folder):
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
 
 def logits(model):
@@ -71,6 +72,8 @@ def logits(model):
 
 def peft_logits(folder, resized=0):
     """What peft computes with `folder`/adapter on `folder`/base."""
+    import peft
+
     base = loaded(folder / "base")
     plain = logits(base)
     if resized:

@@ -7,8 +7,6 @@ from math import inf
 import torch
 from safetensors.torch import load_file, save_file
 from tiny import CASES, LATENT, LLAMA, MIXTURE, oracle
-from transformers.integrations.finegrained_fp8 import Fp8Dequantize
-from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from trireme.kernels.packed.reference import NF4
 
@@ -116,6 +114,8 @@ def in_nf4(w, double):
 
 def in_gpt_oss(w, name):
     """As in_nf4: experts with all 16 numbers, drawn at random, and what transformers makes of them."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors  # seconds
+
     experts, columns, rows = w.shape
     dice = torch.Generator().manual_seed(len(name))
     blocks = torch.randint(256, (experts, rows, columns // 32, 16), dtype=torch.uint8, generator=dice)
@@ -126,6 +126,8 @@ def in_gpt_oss(w, name):
 
 def fp4_as_transformers(w):
     """As in_nf4: experts of DeepSeek-V4."""
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize  # seconds
+
     parts, decoded = in_fp4(w, "mxfp4")
     codes, scales = parts[".weight_packed"].view(torch.int8), parts[".weight_scale"].view(E8M0)
     theirs = Fp8Dequantize(None)._dequantize_one(codes, scales, torch.bfloat16)

@@ -6,8 +6,8 @@ import json
 import math
 
 import torch
+import transformers
 from torch.overrides import TorchFunctionMode
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from trireme.engine.memory import DTYPE, views
 from trireme.kernels import ops
@@ -345,8 +345,9 @@ CASES = {
 def oracle(model_type: str, keys: dict):
     """(transformers model with random weights, biases and norms included; ModelConfig of its config.json)."""
     torch.manual_seed(0)
-    config = AutoConfig.for_model(model_type, **keys)
-    oracle = AutoModelForCausalLM.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
+    config = transformers.AutoConfig.for_model(model_type, **keys)
+    auto = transformers.AutoModelForCausalLM
+    oracle = auto.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
     with torch.no_grad():
         for name, p in oracle.named_parameters():
             p.copy_(torch.randn_like(p) * (0.3 if p.dim() == 1 else p.shape[-1] ** -0.5))

@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 
 import torch
+import transformers
 from tiny import DIALECTS, GEMMA4, GLM, HYBRID, HYBRID_EXPERTS, LATENT, LLAMA, MIXTURE, PLAIN, TYPES, YARN
-from transformers import AutoConfig, AutoModelForImageTextToText
-from transformers.core_model_loading import revert_weight_conversion
 
 SIGLIP = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2, image_size=28,
               patch_size=14)  # fmt: skip
@@ -131,8 +130,9 @@ def oracle(case, **text):
     """(transformers' model with random weights, its config.json)."""
     model_type, keys, vision, more = CASES[case]
     torch.manual_seed(0)
-    config = AutoConfig.for_model(model_type, text_config=keys | text, vision_config=vision, **more)
-    model = AutoModelForImageTextToText.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
+    config = transformers.AutoConfig.for_model(model_type, text_config=keys | text, vision_config=vision, **more)
+    auto = transformers.AutoModelForImageTextToText
+    model = auto.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
     with torch.no_grad():
         for name, p in model.named_parameters():
             p.copy_(torch.randn_like(p) * (0.3 if p.dim() == 1 else p.shape[-1] ** -0.5))
@@ -146,6 +146,8 @@ def oracle(case, **text):
 
 def spelled(model, tensors):
     """As files of the model name and shape them."""
+    from transformers.core_model_loading import revert_weight_conversion  # seconds
+
     released = lambda name: name.replace("language_model.model.blocks.", "language_model.model.layers.")  # Kimi's
     return {released(name): t.contiguous() for name, t in revert_weight_conversion(model, dict(tensors)).items()}
 

@@ -9,7 +9,6 @@ import pytest
 import torch
 import transformers
 from tiny import CASES, Tiny, relative
-from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, initialization
 from wrapped import CASES as WRAPPED
 from wrapped import spelled
 
@@ -62,9 +61,13 @@ def whole(raw: dict) -> dict:
 
 def opened(raw: dict, folder: Path):
     """The model that transformers makes of config.json, with weights by name."""
+    from transformers import initialization
+
     (folder / "config.json").write_text(json.dumps(raw))
-    config = AutoConfig.from_pretrained(folder)
-    auto = AutoModelForImageTextToText if raw["model_type"] in WRAPPERS else AutoModelForCausalLM
+    config = transformers.AutoConfig.from_pretrained(folder)
+    auto = (
+        transformers.AutoModelForImageTextToText if raw["model_type"] in WRAPPERS else transformers.AutoModelForCausalLM
+    )
     with initialization.no_init_weights():
         model = auto.from_config(config, attn_implementation="eager", dtype=torch.float32).eval()
     model.tie_weights()
@@ -133,7 +136,7 @@ VALUES |= dict.fromkeys(("activation_function", "hidden_activation"), VALUES["hi
 
 def read_by_transformers(model_type: str) -> dict:
     """Keys that its modelling file reads of a config, and other names of them -> the default."""
-    made = CONFIG_MAPPING[model_type]
+    made = transformers.CONFIG_MAPPING[model_type]
     name = made.__module__.split(".")[-2]
     files = (Path(transformers.__file__).parent / f"models/{own}/modeling_{own}.py" for own in (name, "llama"))
     source = next(file for file in files if file.exists()).read_text()
@@ -165,7 +168,7 @@ def accepted(raw: dict) -> tuple[list[dict], list[dict]]:
             try:
                 made = parse_config(whole(raw | {key: value}))
                 if value is None:
-                    AutoConfig.for_model(**whole(raw | {key: value}))  # refuses most nulls
+                    transformers.AutoConfig.for_model(**whole(raw | {key: value}))  # refuses most nulls
             except Exception:
                 continue
             (same if made == base else other).append({key: value})

@@ -5,10 +5,10 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+import transformers
 from engines import exchange, final_weights, opened
 from safetensors.torch import load_file, save_file
 from tiny import CASES, InDouble, Tiny, apart, oracle, own_name, relative, shifted_labels
-from transformers import AutoModelForCausalLM
 
 from trireme.engine.memory import DTYPE
 from trireme.models import hf
@@ -89,7 +89,7 @@ def test_a_saved_folder_goes_through(case, tmp_path):
     (ours / "config.json").write_bytes((theirs / "config.json").read_bytes())
     kept = {name: state[name] if there is None else views[there].clone() for name, there in canonical.items()}
     save_file(kept, ours / "model.safetensors", {"format": "pt"})
-    reopened = AutoModelForCausalLM.from_pretrained(ours, dtype=torch.float32)
+    reopened = transformers.AutoModelForCausalLM.from_pretrained(ours, dtype=torch.float32)
     state = reopened.state_dict()
     assert all(torch.equal(t, state[name]) for name, t in reference.state_dict().items())
 

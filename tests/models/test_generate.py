@@ -6,10 +6,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+import transformers
 from engines import GPT, LIMITS, LLAMA, Words, gpu_plan, make
 from safetensors.torch import load_file
 from tiny import CASES, Tiny, oracle, oracle_generate
-from transformers import AutoModelForCausalLM
 
 from trireme.engine.buffers import workspace
 from trireme.engine.data.dataset import MicroBatch
@@ -84,7 +84,7 @@ def test_longrope_takes_its_factors_by_the_length_of_each_text():
 
 def test_greedy_on_stories(real):
     folder = real / "stories260k"
-    reference = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    reference = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     tiny = Tiny(read_config(folder), load_file(folder / "model.safetensors"))
     prompts = [[1], [1, 403, 407, 261, 378], [1, 403, 407, 261, 378, 383, 286, 261, 376, 268]]
     assert generate(tiny.cfg, units_of(tiny), prompts, 100) == oracle_generate(reference, prompts, 100)

@@ -6,10 +6,10 @@ from dataclasses import replace
 import pytest
 import stories
 import torch
+import transformers
 from blocks import check_subsets
 from safetensors.torch import load_file
 from tiny import CASES, LLAMA, YARN, Tiny, oracle, relative, shifted_labels
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from trireme.engine.run.job import make
 from trireme.engine.run.loop import train as finetune
@@ -66,9 +66,9 @@ def test_an_extended_context_is_yarn(raw):
     assert (cfg.max_positions, rope.kind, rope.factor, rope.original_positions) == (160, "yarn", 2.5, 64)
     kept = dict(kind="default", factor=1.0, original_positions=0, attention_factor=1.0)
     assert replace(rope, **kept) == parse_config(raw).attentions[0].rope
-    config = AutoConfig.for_model(**longer)
+    config = transformers.AutoConfig.for_model(**longer)
     assert config.max_position_embeddings == 160
-    model = AutoModelForCausalLM.from_config(config)
+    model = transformers.AutoModelForCausalLM.from_config(config)
     cos, sin = model.base_model.rotary_emb(torch.zeros(1), torch.arange(160)[None])
     table = rope_tables(cfg, 160, "cpu")[rope].key
     half = cos.shape[2] // 2
@@ -126,7 +126,9 @@ def test_a_run_beyond_the_context(tmp_path):
     cfg = read_config(tmp_path / "out")
     assert cfg == read_config(tmp_path / "model", 2.0)
     assert (cfg.max_positions, cfg.attentions[0].rope.kind) == (128, "yarn")
-    reopened = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32, attn_implementation="eager")
+    reopened = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", dtype=torch.float32, attn_implementation="eager"
+    )
     ids = torch.randint(1, cfg.vocab, (128,), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         expected = reopened(ids[None]).logits[0]

@@ -15,7 +15,6 @@ from trireme.models.sizes import shapes
 
 pytestmark = pytest.mark.grid
 
-peft = pytest.importorskip("peft")
 
 LENGTHS = [9, 1, 14]
 TARGETS = {"gpt2": ("c_attn", "c_proj", "c_fc"), "llama": ("q_proj", "v_proj", "o_proj", "gate_proj", "down_proj")}
@@ -50,6 +49,8 @@ def tokens():
 
 def adapted(case: str, targets: tuple[str, ...]):
     """(peft's model with random adapters, ours with the same)"""
+    import peft
+
     reference, cfg = oracle(*CASES[case])
     base = {name: t.clone() for name, t in reference.state_dict().items()}
     modules = [target for target in targets if target != "experts"]

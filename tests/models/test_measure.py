@@ -6,8 +6,8 @@ from itertools import chain, combinations
 from math import prod
 
 import pytest
+import transformers
 from tiny import CASES
-from transformers import AutoConfig
 
 from trireme.engine.planner.sizes import find_model
 from trireme.models.config import Lora, ModelConfig, Teaching, parse_config
@@ -33,7 +33,7 @@ TOKENS, PAIRS = 512, 40000
 
 def config(case: str) -> ModelConfig:
     model_type, keys = CASES[case]
-    raw = json.loads(AutoConfig.for_model(model_type, **keys).to_json_string(use_diff=False))
+    raw = json.loads(transformers.AutoConfig.for_model(model_type, **keys).to_json_string(use_diff=False))
     return parse_config(raw | {"model_type": model_type})
 
 

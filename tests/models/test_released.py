@@ -4,7 +4,7 @@ from math import prod
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+import transformers
 from wrapped import spelled
 
 from trireme.models.config import parse_config
@@ -209,10 +209,10 @@ RELEASED = {  # name -> ((config.json, layers), parameters as the name or the ca
 def test_tensors_are_those_of_transformers(name):
     (raw, layers), billions = RELEASED[name]
     cfg = parse_config(raw)
-    auto = AutoModelForImageTextToText if cfg.wrapper else AutoModelForCausalLM
+    auto = transformers.AutoModelForImageTextToText if cfg.wrapper else transformers.AutoModelForCausalLM
     with torch.device("meta"):
         known = raw | dict(model_type=OTHER_NAMES.get(raw["model_type"], raw["model_type"]))
-        model = auto.from_config(AutoConfig.for_model(**known))
+        model = auto.from_config(transformers.AutoConfig.for_model(**known))
         state = spelled(model, {key: t.to("meta") for key, t in model.state_dict().items()})
     found = {key: tuple(t.shape) for key, t in state.items() if not (cfg.tied and key.endswith("lm_head.weight"))}
     cfg = as_found(cfg, found)

@@ -6,11 +6,10 @@ from functools import partial
 import pytest
 import tiny
 import torch
+import transformers
 from engines import exchange, opened, scored
 from tiny import CASES
 from torch.nn.functional import cross_entropy
-from transformers import AutoConfig, AutoModelForSequenceClassification
-from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as CLASSES
 
 from trireme.engine.build import in_ram, placed
 from trireme.engine.step import evaluate
@@ -30,10 +29,11 @@ LLAMA = dict(
 
 
 def test_classes_are_named_as_by_transformers_and_families_without_one():
-    inner = {name for name in FAMILIES if name not in CLASSES}
+    classes = transformers.models.auto.modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
+    inner = {name for name in FAMILIES if name not in classes}
     assert inner == WITHOUT_SCORES
     for name in FAMILIES.keys() - inner:
-        assert class_of(name) == CLASSES[name]
+        assert class_of(name) == classes[name]
     cfg = replace(parse_config(LLAMA), model_type="olmoe")
     with pytest.raises(InputError, match="X: transformers has no class ForSequenceClassification of olmoe, so"):
         with_scores(cfg, 2, "X")
@@ -47,9 +47,11 @@ def test_classes_are_those_of_transformers(name, tmp_path):
     """One document at a time; without the factors and caps of a language model's logits."""
     like, _ = tiny.oracle(*CASES[name])
     keys = {key: value for key, value in like.config.to_dict().items() if key != "architectures"}
-    config = AutoConfig.for_model(**keys)
+    config = transformers.AutoConfig.for_model(**keys)
     config.num_labels, config.pad_token_id = 3, None
-    theirs = AutoModelForSequenceClassification.from_config(config, attn_implementation="eager").float().eval()
+    theirs = (
+        transformers.AutoModelForSequenceClassification.from_config(config, attn_implementation="eager").float().eval()
+    )
     for p in theirs.parameters():
         torch.nn.init.normal_(p, 0.0, 0.1)
     theirs.save_pretrained(tmp_path)

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import stories
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from tiny import CASES as TEXT_CASES
 from tiny import LLAMA, YARN, Tiny, apart, relative, shifted_labels
 from tiny import oracle as text_oracle
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from wrapped import CASES, oracle, spelled, turned
 
 from trireme.engine.run.loop import train as finetune
@@ -38,7 +38,7 @@ pytestmark = pytest.mark.grid
 def test_the_spelling_of_transformers_4(case, text):
     """Flat keys of text_config are what transformers makes of them, in its newer spelling."""
     model_type, keys, vision, more = CASES[case]
-    made = AutoConfig.for_model(model_type, text_config=keys | text, vision_config=vision, **more)
+    made = transformers.AutoConfig.for_model(model_type, text_config=keys | text, vision_config=vision, **more)
     newer = json.loads(made.to_json_string(use_diff=False)) | dict(model_type=model_type)
     assert "rope_scaling" not in newer["text_config"]
     assert parse_config(dict(model_type=model_type, text_config=keys | text) | more) == parse_config(newer)
@@ -128,7 +128,9 @@ def test_transformers_opens_the_result(trained):
     """With the logits that our blocks give for its weights."""
     _, out, _ = trained
     cfg, state = read_config(out), load_file(out / "model.safetensors")
-    opener = {"AutoModelForCausalLM": AutoModelForCausalLM}.get(cfg.opener, AutoModelForImageTextToText)
+    opener = {"AutoModelForCausalLM": transformers.AutoModelForCausalLM}.get(
+        cfg.opener, transformers.AutoModelForImageTextToText
+    )
     state = {name: t for name, t in state.items() if ".layers.3." not in name}
     reopened = opener.from_pretrained(out, dtype=torch.float32, attn_implementation="eager")
     ids = torch.randint(1, cfg.vocab, (30,), generator=torch.Generator().manual_seed(1))
@@ -149,7 +151,9 @@ def test_peft_opens_an_adapter_of_the_language_model(trained, tmp_path):
     options = Options(model=str(model), data=data, out=str(out), seq_len=48, batch_size=2, max_steps=2, lr=1e-2,
                       device="cpu", lora=4, lora_targets=targets, merge=True)  # fmt: skip
     finetune(options)
-    opened = lambda folder: AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="eager")
+    opened = lambda folder: transformers.AutoModelForImageTextToText.from_pretrained(
+        folder, attn_implementation="eager"
+    )
     adapted = peft.PeftModel.from_pretrained(opened(model), out)
     assert not [name for name, _ in adapted.named_parameters() if "lora" in name and "language_model" not in name]
     ids = torch.arange(1, 31)[None]

@@ -36,7 +36,11 @@ from trireme.models.sizes.costs import recurrence_flops
 CPU = torch.device("cpu")
 SCAN = HYBRID.layers[0].scan
 RATES = {"ssd_read": 3e9, "ssd_write": 2e9, "ssd_free": 5e9, "mixed": 0.8}
-LAUNCHES = sum(work.launches for work in measure.work(starts.BLOCK, 1, 64, 64))  # of a small block
+
+
+def launches() -> int:
+    """Of a small block."""
+    return sum(work.launches for work in measure.work(starts.BLOCK, 1, 64, 64))
 
 
 def known() -> Machine:
@@ -125,13 +129,13 @@ def test_the_launches_of_a_small_block_are_measured():
     block = starts.block_seconds(device)
     assert 1e-4 < block < 2e-2
     host = max(starts.start_seconds(device), starts.launch_seconds(block, task))
-    said = host * LAUNCHES + task * (WITHIN["forward"] + WITHIN["backward"])
+    said = host * launches() + task * (WITHIN["forward"] + WITHIN["backward"])
     assert said > 0.9 * block
 
 
 def test_the_launches_of_a_block_are_shared_by_its_kernels():
     within = WITHIN["forward"] + WITHIN["backward"]
-    assert starts.launch_seconds(LAUNCHES * 1e-5 + within * 5e-5, 5e-5) == pytest.approx(1e-5)
+    assert starts.launch_seconds(launches() * 1e-5 + within * 5e-5, 5e-5) == pytest.approx(1e-5)
 
 
 @pytest.mark.full

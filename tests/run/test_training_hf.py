@@ -4,14 +4,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+import transformers
 from engines import LIMITS, Batch, MemoryStore
 from tiny import YARN, apart, oracle
-from transformers import (
-    get_constant_schedule_with_warmup,
-    get_linear_schedule_with_warmup,
-    get_polynomial_decay_schedule_with_warmup,
-    get_wsd_schedule,
-)
 
 from trireme.engine.build import build, in_ram, placed
 from trireme.engine.exchange import fill, fill_base
@@ -184,7 +179,7 @@ def test_twenty_steps_in_bf16(family, device):
 def test_linear_decay_as_transformers(total, warmup):
     """From the end of warm-up on. Its first step has rate 0 in transformers, and so does nothing; not here."""
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=LR)
-    theirs, scheduler = [], get_linear_schedule_with_warmup(optimizer, warmup, total)
+    theirs, scheduler = [], transformers.get_linear_schedule_with_warmup(optimizer, warmup, total)
     for _ in range(total):
         theirs.append(scheduler.get_last_lr()[0])
         optimizer.step()
@@ -202,9 +197,11 @@ def test_other_schedules_as_transformers(schedule, total, warmup):
     """From the end of warm-up on, as above."""
     optimizer, theirs = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=LR), []
     scheduler = {
-        "polynomial": lambda: get_polynomial_decay_schedule_with_warmup(optimizer, warmup, total),
-        "wsd": lambda: get_wsd_schedule(optimizer, warmup, round(DECAYED * total), num_training_steps=total),
-        "constant_with_warmup": lambda: get_constant_schedule_with_warmup(optimizer, warmup),
+        "polynomial": lambda: transformers.get_polynomial_decay_schedule_with_warmup(optimizer, warmup, total),
+        "wsd": lambda: transformers.get_wsd_schedule(
+            optimizer, warmup, round(DECAYED * total), num_training_steps=total
+        ),
+        "constant_with_warmup": lambda: transformers.get_constant_schedule_with_warmup(optimizer, warmup),
     }[schedule]()
     for _ in range(total):
         theirs.append(scheduler.get_last_lr()[0])

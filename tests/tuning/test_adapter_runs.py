@@ -5,7 +5,6 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
-import peft
 import pytest
 import torch
 from adapters_of_peft import loaded, set_keys, tensors_of
@@ -116,6 +115,8 @@ def test_a_base_that_changed_is_refused(checkpoint, whole, far, monkeypatch):
 
 
 def test_peft_opens_it_and_merged_it_computes_the_same(checkpoint, whole):
+    import peft
+
     ids, base = torch.arange(3, 40)[None], loaded(checkpoint / "checkpoint")
     with torch.no_grad():
         plain = base(ids).logits
@@ -208,6 +209,8 @@ def test_what_fits_nothing_is_one_line(checkpoint, case):
 @pytest.mark.parametrize("given", [dict(lora_alpha=12.0), {}])
 def test_rslora_scales_as_peft(checkpoint, given):
     """Without an alpha, peft's own, 8."""
+    import peft
+
     cfg = parse_config(CASES["llama"][1] | dict(model_type="llama", hidden_act="silu"))
     ours = opening.lora_of(Options(lora=16, rslora=True, **given), cfg, None).scale
     layer = torch.nn.Sequential(torch.nn.Linear(4, 4))

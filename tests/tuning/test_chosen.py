@@ -3,13 +3,12 @@
 from dataclasses import replace
 
 import pytest
+from engines import GPT, LLAMA
 from tiny import CASES, oracle
 
 from trireme.engine.tuning.chosen import adapted, chosen, folded, matching, targets, trained_lines
 from trireme.models.config import InputError, Lora
 from trireme.models.sizes import shapes
-
-LLAMA, GPT2 = (oracle(*CASES[case])[1] for case in ("llama", "gpt2"))
 
 
 def trained(cfg) -> set[str]:
@@ -51,7 +50,7 @@ def test_patterns_that_fit_nothing_are_one_line_with_the_nearest_names(freeze, t
 
 
 def test_names_of_all_layers_are_one():
-    assert folded(GPT2, matching(GPT2, "*mlp.c_fc*")) == [f"transformer.h.0-1.mlp.c_fc.{e}" for e in ("weight", "bias")]
+    assert folded(GPT, matching(GPT, "*mlp.c_fc*")) == [f"transformer.h.0-2.mlp.c_fc.{e}" for e in ("weight", "bias")]
     cfg = replace(LLAMA, layers=LLAMA.layers[:1] * 12)
     names = matching(cfg, "*layers.[13]*down*") + ["model.norm.weight"]
     assert folded(cfg, names) == ["model.layers.1,3,10-11.mlp.down_proj.weight", "model.norm.weight"]
@@ -65,8 +64,8 @@ def test_what_each_pattern_matches_is_said():
 
 
 def test_all_targets_by_the_words_of_others():
-    assert targets(GPT2, ("all-linear",)) == targets(GPT2, ()) == ("c_attn", "c_proj", "c_fc")
-    assert targets(GPT2, ("c_fc",)) == ("c_fc",)
+    assert targets(GPT, ("all-linear",)) == targets(GPT, ()) == ("c_attn", "c_proj", "c_fc")
+    assert targets(GPT, ("c_fc",)) == ("c_fc",)
     mixture = oracle(*CASES["qwen2 moe"])[1]
     assert targets(mixture, ("all",))[0::4] == ("self_attn.q_proj", "shared_expert.gate_proj")
     assert targets(mixture, ())[0::3] == ("self_attn.q_proj", "self_attn.o_proj")

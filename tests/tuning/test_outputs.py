@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from engines import exchange, opened
 from packed_files import FORMATS, write_packed
 from safetensors.torch import load_file, save_file
 from tiny import LLAMA, oracle
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from trireme.engine.tuning.chosen import chosen
 from trireme.engine.tuning.packed_source import check_packing
@@ -60,7 +60,7 @@ def test_files_about_a_packing_go_where_it_is_decoded(form, trained, tmp_path):
     assert ("quantization_config" in config) == (not trained)
     assert config["dtype"] == ("bfloat16" if trained else "float16")
     if trained:
-        opener = AutoModelForCausalLM.from_pretrained(out)
+        opener = transformers.AutoModelForCausalLM.from_pretrained(out)
         tensors = load_file(out / "model.safetensors")
         assert all(torch.equal(t, tensors[name]) for name, t in opener.state_dict().items() if name in tensors)
 
@@ -89,7 +89,7 @@ def test_code_that_config_names_is_copied_and_not_run(folder):
     assert not Path("ran").exists()
     (out / "configuration_own.py").write_text(CONFIGURATION)
     assert (folder / "configuration_own.py").exists()
-    assert type(AutoConfig.from_pretrained(out, trust_remote_code=True)).__name__ == "OwnConfig"
+    assert type(transformers.AutoConfig.from_pretrained(out, trust_remote_code=True)).__name__ == "OwnConfig"
     set_config(folder, auto_map=None)
     shutil.rmtree(out)
     assert (written(folder) / "configuration_own.py").exists()  # "auto_map": null names it still
@@ -116,7 +116,7 @@ def test_a_single_file_gets_the_name_that_readers_look_for(folder):
     (folder / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors")
     out = written(folder)
     assert [p.name for p in out.glob("*.safetensors")] == ["model.safetensors"]
-    assert AutoModelForCausalLM.from_pretrained(out).config.model_type == "llama"
+    assert transformers.AutoModelForCausalLM.from_pretrained(out).config.model_type == "llama"
 
 
 def test_a_tokenizer_that_is_a_link_is_copied_and_other_links_are_named(folder):
@@ -151,5 +151,5 @@ def test_shards_keep_their_names(folder):
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     out = written(folder)
     assert {p.name for p in out.glob("*.safetensors")} == names.keys()
-    opener = AutoModelForCausalLM.from_pretrained(out, dtype=torch.bfloat16).state_dict()
+    opener = transformers.AutoModelForCausalLM.from_pretrained(out, dtype=torch.bfloat16).state_dict()
     assert all(torch.equal(t, state[name]) for name, t in opener.items())

@@ -4,17 +4,15 @@ import json
 from dataclasses import replace
 
 import numpy as np
-import peft
 import pytest
 import torch
+import transformers
 from adapters_of_peft import loaded
 from engines import JitterQueues, adapters, batches, exchange, final_weights, gpu_plan, opened, train
 from packed_files import FORMATS, STATE, rewrite, write_packed
 from runs import losses, make_small, options, stopped
 from safetensors.torch import load_file, save_file
 from tiny import HYBRID, LLAMA, oracle
-from transformers import AutoModelForCausalLM
-from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from trireme.engine.exchange import Exchange
 from trireme.engine.geometry import Geometry
@@ -109,12 +107,14 @@ def test_all_is_trained_from_exact_masters_and_written_in_bf16(made, form, tmp_p
 
 
 def test_codes_and_scales_are_what_transformers_decodes(made):
+    from transformers.integrations.finegrained_fp8 import Fp8Dequantize  # seconds
+
     folder, plain, _ = made("fp8, whole blocks")
     source, state = open_checkpoint(folder, read_config(folder).packing), load_file(folder / "model.safetensors")
     for name in (name for name in source.tensors if source.packs(name)):
         theirs = Fp8Dequantize(None)._dequantize_one(state[name], state[f"{name}_scale_inv"], torch.bfloat16)
         assert np.array_equal(pieces(source, name).view(np.int16), theirs.view(torch.int16).flatten().numpy())
-    theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).state_dict()
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16).state_dict()
     exact = load_file(plain / "model.safetensors")
     assert all(torch.equal(t, exact[name]) for name, t in theirs.items())
 
@@ -173,7 +173,7 @@ def test_shards_with_parts_in_two_files_are_written_in_bf16(made, tmp_path):
     x = exchange(cfg, source)[1]
     x.load()
     x.save(tmp_path / "out")
-    opener = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16).state_dict()
+    opener = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16).state_dict()
     assert all(torch.equal(opener[name], values.bfloat16()) for name, values in decoded.items())
 
 
@@ -194,6 +194,8 @@ def test_in_fp32_nothing_is_rounded_to_bf16(made, tmp_path):
 @pytest.mark.parametrize("form", ["fp8", "nvfp4", "nf4, double", "int4"])
 def test_a_merged_model_is_that_of_the_decoded_base(made, form, tmp_path):
     """Each matrix is rounded once: what the adapter changes is decoded in fp32."""
+    import peft
+
     folder, plain, decoded = made(form)
     asked = dict(r=2, lora_alpha=6, init_lora_weights=False, task_type="CAUSAL_LM", target_modules=["q_proj"])
     peft.get_peft_model(loaded(plain), peft.LoraConfig(**asked)).save_pretrained(tmp_path / "adapter")

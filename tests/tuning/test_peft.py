@@ -5,9 +5,9 @@ import re
 from copy import deepcopy
 
 import engines
-import peft
 import pytest
 import torch
+import transformers
 import wrapped
 from adapters_of_peft import (
     loaded,
@@ -22,7 +22,6 @@ from adapters_of_peft import (
 from engines import LIMITS, MemoryScratch, MemoryStore, batches, final_weights, gpu_plan, train
 from safetensors.torch import save_file
 from tiny import CASES, oracle
-from transformers import AutoModelForImageTextToText
 
 from trireme.engine.between import Reader
 from trireme.engine.build import build
@@ -133,6 +132,8 @@ def test_single_experts_are_merged_as_peft_computes(case, tmp_path):
 
 def trained_logits(folder, cfg, steps):
     """(ours, peft's) after as many steps."""
+    import peft
+
     adapter, source = read_adapter(folder / "adapter", cfg), open_source(folder / "base")
     cfg, adamw = adapted(cfg, adapter.lora), AdamW(weight_decay=0.0, max_grad_norm=0.0)
     e = build(cfg, gpu_plan(cfg, n_micro=1), LIMITS, InlineQueues(), adamw=adamw)
@@ -210,6 +211,8 @@ MIXTURES = ("qwen3 moe among dense layers", "qwen2 moe among dense layers", "mix
 @pytest.mark.parametrize("case", MIXTURES)
 def test_peft_opens_all_linear_layers_of_a_mixture(case, tmp_path):
     """Without experts and with them: it takes a target called gate_proj for that of all experts."""
+    import peft
+
     reference, cfg = oracle(*CASES[case])
     reference.save_pretrained(tmp_path / "base")
     source, plain = open_source(tmp_path / "base"), logits(reference)
@@ -310,6 +313,8 @@ def test_routers_of_transformers_4_and_5(case, router, tmp_path):
 
 @pytest.mark.full
 def test_an_adapter_of_transformers_4_51_is_merged_as_in_peft(tmp_path):
+    import peft
+
     model, raw = wrapped.oracle("gemma3")
     model.save_pretrained(tmp_path / "base")
     asked = dict(r=2, lora_alpha=6, init_lora_weights=False, target_modules=r".*language_model.*\.(q_proj|down_proj)")
@@ -318,16 +323,14 @@ def test_an_adapter_of_transformers_4_51_is_merged_as_in_peft(tmp_path):
         for name in list(tensors):
             tensors[name.replace(INSIDE, BEFORE)] = tensors.pop(name)
     merge_adapter(tmp_path / "adapter", parse_config(raw), open_source(tmp_path / "base"), tmp_path / "merged")
-    opened = AutoModelForImageTextToText.from_pretrained
+    opened = transformers.AutoModelForImageTextToText.from_pretrained
     base, ours = (opened(tmp_path / name, dtype=torch.float32) for name in ("base", "merged"))
     assert torch.allclose(logits(ours), logits(peft.PeftModel.from_pretrained(base, tmp_path / "adapter")), atol=1e-5)
 
 
 # ---------------------------------------------------------------- refusals
 
-FIELDS = {field.name: field for field in dataclasses.fields(peft.LoraConfig)}
 ANY = (True, 7, 0.5, "x", ["x"], [1], {"x": 1})
-INITIAL = re.findall(r"'([\w]+)[^']*'", str(FIELDS["init_lora_weights"].type))
 
 
 @pytest.fixture(scope="module")
@@ -336,7 +339,11 @@ def made(tmp_path_factory):
 
 
 def test_keys_that_are_not_known_are_refused_where_they_have_a_value(made):
+    import peft
+
     adapter, cfg = made
+    fields = {field.name: field for field in dataclasses.fields(peft.LoraConfig)}
+    initial = re.findall(r"'([\w]+)[^']*'", str(fields["init_lora_weights"].type))
     plain = (adapter / CONFIG).read_text()
     read = {
         "alpha_pattern",
@@ -348,7 +355,7 @@ def test_keys_that_are_not_known_are_refused_where_they_have_a_value(made):
         "target_parameters",
         "use_rslora",
     }
-    for key in {*FIELDS, "a_key_of_a_later_peft"} - UNUSED - read:
+    for key in {*fields, "a_key_of_a_later_peft"} - UNUSED - read:
         for value in (None, False, 0, [], {}, ""):
             set_keys(adapter, **{key: value})
             read_adapter(adapter, cfg)
@@ -358,7 +365,7 @@ def test_keys_that_are_not_known_are_refused_where_they_have_a_value(made):
                 read_adapter(adapter, cfg)
             assert "\n" not in str(refused.value)
         (adapter / CONFIG).write_text(plain)
-    for value in {*INITIAL, "lora_ga", "PiSSA", "pissa_niter_4", "later"} - {*ONLY["init_lora_weights"]}:
+    for value in {*initial, "lora_ga", "PiSSA", "pissa_niter_4", "later"} - {*ONLY["init_lora_weights"]}:
         set_keys(adapter, init_lora_weights=value)
         converts = "path_initial_model_for_weight_conversion" if value not in ("loftq", "later") else "without it"
         with pytest.raises(InputError, match=converts):
@@ -431,6 +438,8 @@ def test_what_is_no_adapter_of_this_model_is_one_line(case, tmp_path):
 
 def test_what_the_advice_after_a_half_resize_leads_to(tmp_path):
     """The model enlarged and saved as the message says, the adapter is merged."""
+    import peft
+
     adapter, cfg = make(tmp_path, resized=104, modules_to_save=["lm_head"])
     with tensors_of(adapter) as found:
         found.pop(f"{PREFIX}model.embed_tokens.weight")

@@ -14,7 +14,6 @@ from runs import losses, options, stopped
 from safetensors.torch import load_file, save_file
 from stores import flip
 from tiny import LLAMA, MIXTURE, oracle
-from transformers.integrations.finegrained_fp8 import Fp8Quantize
 
 from trireme.engine.exchange import LOADERS
 from trireme.engine.geometry import geometry
@@ -58,6 +57,8 @@ def test_nf4_is_that_of_bitsandbytes():
 
 
 def test_fp8_is_that_of_transformers():
+    from transformers.integrations.finegrained_fp8 import Fp8Quantize  # seconds
+
     w = torch.randn(256, 384, generator=torch.Generator().manual_seed(0))
     w[:128, :128] = 0
     config = SimpleNamespace(weight_block_size=[128, 128], scale_fmt="float")
