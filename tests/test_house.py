@@ -297,6 +297,7 @@ def test_the_wheel_has_the_command(site, tmp_path):
     assert not [*tmp_path.iterdir()]
 
 
+@pytest.mark.full
 def test_the_wheel_runs_as_a_module(site, tmp_path):
     code = "import runpy, sys; sys.argv[1:] = ['--version']; runpy.run_module('trireme', run_name='__main__')"
     assert re.fullmatch(r"trireme \d+\.\d+\S*\n", from_wheel(site, tmp_path, code))
