@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
@@ -10,6 +11,7 @@ from decimal import Decimal
 from typing import Any, Literal, NamedTuple, TypeGuard
 
 from trireme.engine.data.forms import (
+    COLUMNS,
     FORMS,
     HISTORY,
     TALK,
@@ -18,6 +20,7 @@ from trireme.engine.data.forms import (
     Form,
     Text,
     alpaca,
+    are_columns,
     chat_of,
     check_row,
     completion,
@@ -25,30 +28,34 @@ from trireme.engine.data.forms import (
     messages_of,
     normal,
     part_of,
-    refuse_media,
-    role_of,
+    speaker,
     string,
     talk,
-    tried,
-    unknown,
     unused_of,
 )
-from trireme.engine.data.forms import parse_map as _parse_map
-from trireme.engine.data.read import EMPTY, BadRow, Fields, kind_of, unread_keys
+from trireme.engine.data.messages import is_message, refuse_media, role_of
+from trireme.engine.data.read import EMPTY, BadRow, Fields, unread_keys
 from trireme.models.config import InputError
 from trireme.storage.untrusted import shown
 
 # Of data: rows of their own, pairs, labelled answers; pairs and rows that are scored, at their last token
 Kind = Literal["", "pairs", "labels", "rewards", "classes"]
 PAIRED, SCORED = ("pairs", "labels", "rewards"), ("rewards", "classes")
-LABELS = ("label", "kto_tag")
 GOOD = ("true", "1", "1.0", "yes", "good", "desirable", "chosen")
 BAD = ("false", "0", "0.0", "-1", "-1.0", "no", "bad", "undesirable", "rejected")
 MOST = 1000  # classes that are looked for
+_LABELS = ("label", "kto_tag")
 _HUMAN, _ASSISTANT = "\n\nHuman:", "\n\nAssistant:"  # of Anthropic's hh-rlhf
-_ASKED = ("question", "query", "instruction", "input", "problem", "context", "user")  # other names of a prompt
-_METHODS = "training and `eval` with --method dpo (kto, if labelled) read both"
+_PROMPTS = ("question", "query", "instruction", "input", "problem", "context", "user")  # other names of a prompt
+_LIKELY = {  # columns that --map is advised for, if it then reads the row
+    "instruction": ("question", "query", "problem", "prompt", "input", "user"),
+    "output": ("answer", "response", "reply", "solution", "completion", "assistant"),
+    "text": ("content", "body", "document", "article"),
+    "prompt": ("sentence1", "premise", "question1", "text1"),
+    "completion": ("sentence2", "hypothesis", "question2", "text2"),
+}
 _NUMBER = re.compile(r"\s*[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?\s*")
+_WHOLE = re.compile(r"-?\d{1,18}")
 
 
 class Read(NamedTuple):
@@ -63,18 +70,32 @@ class Read(NamedTuple):
     value: float = 0.0
 
 
+class _How(NamedTuple):
+    """How rows are read: as of `read`."""
+
+    renames: Mapping[str, str]
+    kind: Kind
+    classes: Mapping[str, int]
+    table: bool
+
+
 def parse_map(text: str | None) -> dict[str, str]:
-    """--map as {their name: our name}. Raises InputError."""
-    keys = {key for form in (*FORMS, *PAIRS) for key in (*form.keys, *form.others)}
-    return _parse_map(text, {*keys, *HISTORY, "label", "weight", "margin"})
-
-
-class _NoForm(BadRow):
-    """A row of none of these forms."""
-
-    def __init__(self, row: Fields, forms: Sequence[Form]):
-        super().__init__("no known form")
-        self.row, self.forms = row, forms
+    """--map `ours=theirs,...` as {their name: our name}. Raises InputError."""
+    known = {*HISTORY, "label", "weight", "margin", "unused"}
+    known |= {key for form in (*FORMS, *PAIRS) for key in (*form.keys, *form.others)}
+    renames = dict[str, str]()
+    for part in filter(None, (text or "").split(",")):
+        ours, _, theirs = (name.strip() for name in part.partition("="))
+        if not (ours and theirs):
+            raise InputError(f"--map {text}: expected OURS=YOURS, such as prompt=question,completion=answer.")
+        if theirs in renames or (ours != "unused" and ours in renames.values()):
+            raise InputError(f"--map {text}: {theirs if theirs in renames else ours!r} is named twice. Leave one out.")
+        renames[theirs] = ours
+    if wrong := [ours for ours in renames.values() if ours not in known]:
+        swapped = ",".join(f"{theirs}={ours}" for theirs, ours in renames.items())
+        way_out = f"perhaps --map {swapped}" if renames.keys() <= known else f"there are {', '.join(sorted(known))}"
+        raise InputError(f"--map {text}: no form of rows has a column {shown(wrong[0])!r}; {way_out}.")
+    return renames
 
 
 def read(
@@ -84,39 +105,30 @@ def read(
     BadRow.
     """
     try:
-        return _read(raw, renames, kind, classes or {}, table)
+        return _read(raw, _How(renames, kind, classes or {}, table))
     except RecursionError:
         raise BadRow("is nested too deeply") from None
-    except _NoForm as error:
-        works = lambda pairs: tried(
-            raw, pairs, lambda row, names: _read(row, names, kind, classes or {}, table), renames
-        )
-        labelled = kind in ("pairs", "rewards") and any(key in raw for key in LABELS)
-        near = " Labelled answers are for --method kto." if labelled else ""
-        raise BadRow(unknown(error.row, error.forms, works) + near) from None
 
 
-def _read(raw: Fields, renames: Mapping[str, str], kind: Kind, classes: Mapping[str, int], table: bool) -> Read:
-    row = normal(raw, renames, table)
+def _read(raw: Fields, how: _How) -> Read:
+    row, kind = normal(raw, how.renames, how.table), how.kind
     check_row(row)
-    if row.get("label") is None and row.get(LABELS[1]) is not None:
-        row = {**{key: value for key, value in row.items() if key != LABELS[1]}, "label": row[LABELS[1]]}
+    if row.get("label") is None and row.get("kto_tag") is not None:
+        row = {**{key: value for key, value in row.items() if key != "kto_tag"}, "label": row["kto_tag"]}
     weight, known = _weight(row), ["weight"] if _is_number(row.get("weight")) else []
-    mapped = renames.values()
-    if kind in ("pairs", "rewards") or (
-        kind == "labels" and find_form(row, PAIRS, mapped) and row.get("label") in EMPTY
-    ):
-        form = find_form(row, PAIRS, mapped)
-        if form is None:
-            raise _NoForm(row, PAIRS)
-        examples = form.read(row)
-        value, known = (_margin(row), [*known, "margin"]) if kind == "rewards" else (0.0, known)
-        return Read(form.name, examples, unused_of(row, form, examples, known), weight, value)
+    mapped = how.renames.values()
+    pair = find_form(row, PAIRS, mapped)
+    if kind in ("pairs", "rewards") or (kind == "labels" and pair and row.get("label") in EMPTY):
+        if pair is None:
+            raise BadRow(_unknown(raw, row, PAIRS, how))
+        examples, value = pair.read(row), _margin(row) if kind == "rewards" else 0.0
+        known += ["margin"] if kind == "rewards" else []
+        return Read(pair.name, examples, unused_of(row, pair, examples, known), weight, value)
+    form = find_form({key: value for key, value in row.items() if key != "label"} if kind else row, FORMS, mapped)
     if kind == "":
-        _refuse_preferences(row, raw, renames, table)
-    form = find_form({k: v for k, v in row.items() if k != "label"} if kind else row, FORMS, mapped)
+        _refuse_preferences(raw, row, pair, form, how)
     if form is None:
-        raise _NoForm(row, FORMS)
+        raise BadRow(_unknown(raw, row, FORMS, how))
     if kind == "":
         example = form.read(row)
         return Read(form.name, [example], unused_of(row, form, [example], known), weight)
@@ -126,10 +138,10 @@ def _read(raw: Fields, renames: Mapping[str, str], kind: Kind, classes: Mapping[
         talks = form.keys[0] in ("messages", "conversations")
         example = chat_of(row, form.keys[0], answered=False) if talks else form.read(row)
         example = example._replace(ends=False) if isinstance(example, Text) else example
-        value = float(_class(row["label"], classes))
+        value = float(_class(row["label"], how.classes))
+    elif form.keys[0] in ("text", "input_ids"):
+        raise BadRow(f"is a row of {form.keys[0]!r} with a label; expected prompt, completion, or messages")
     else:
-        if form.keys[0] in ("text", "input_ids"):
-            raise BadRow(f"is a row of {form.keys[0]!r} with a label; expected prompt, completion, or messages")
         example, value = _last(form.read(row)), 0.0
         weight *= _sign(row["label"])
     return Read(f"{form.name},label", [example], unused_of(row, form, [example], [*known, "label"]), weight, value)
@@ -143,52 +155,99 @@ def _is_number(value: Any) -> TypeGuard[str | float | Decimal]:
 
 def _weight(row: Mapping[str, Any]) -> float:
     """The column "weight" where it is a number, else 1. Raises BadRow."""
-    if not _is_number(row.get("weight")):
-        return 1.0
-    weight = float(row["weight"])
+    weight = float(row["weight"]) if _is_number(row.get("weight")) else 1.0
     if not 0 < weight < math.inf:
         raise BadRow(f"'weight' is {weight:g}, expected a number above 0; leave out a row that is not to count")
     return weight
 
 
 def _margin(row: Mapping[str, Any]) -> float:
-    value = row.get("margin")
-    if value in EMPTY:
-        return 0.0
+    value = 0.0 if row.get("margin") in EMPTY else row["margin"]
     if not _is_number(value) or not math.isfinite(float(value)):
         raise BadRow(f"'margin' is {str(value)[:40]!r}, expected a number")
     return float(value)
 
 
-def _refuse_preferences(row: Fields, raw: Fields, renames: Mapping[str, str], table: bool) -> None:
-    """Raises BadRow with a --map that trains on the good answers, if there is one."""
-    before = [f"{ours}={theirs}" for theirs, ours in renames.items()]
-    if not _SIDES.isdisjoint(row) and (form := find_form(row, PAIRS)):
-        good, bad = ("preferred_output", "non_preferred_output") if "input" in form.keys else form.keys[-2:]
-        leave = [
-            f"unused={key}" for key in dict.fromkeys((bad, *(key for key in form.keys if key.startswith("rejected"))))
-        ]
-        ways = [[f"{ours}={good}"] for ours in ("output", "completion", "messages", "text") if good != ours]
-        for pairs in ([*way, *leave] for way in [*ways, []]):
-            names = ",".join([*before, *pairs])
-            if tried(raw, names, lambda row, names: _read(row, names, "", {}, table)):
-                raise BadRow(f"is preference data, good answers and bad ones: {_METHODS}. To read the good answers "
-                             f"as rows: --map {names}")  # fmt: skip
-        raise BadRow(f"is preference data, good answers and bad ones: {_METHODS}. To train on the good answers, write "
-                     "them to a file of messages, or of prompt, completion")  # fmt: skip
-    if row.get("label") is None:
+# ---------------------------------------------------------------- rows of another form
+
+
+def _unknown(raw: Fields, row: Fields, forms: Sequence[Form], how: _How) -> str:
+    """What is wrong with a row of no form: the row, what is expected, and what its shape or a --map that works says."""
+    seen = shown(json.dumps(row, ensure_ascii=False, default=str), 200)
+    known = "; ".join(", ".join(form.keys) for form in forms[: len(FORMS)])
+    near = " Labelled answers are for --method kto." if forms is PAIRS and any(key in raw for key in _LABELS) else ""
+    return f"no known form of a row: {seen}. Expected the keys {known}.{_shape(row) or _map_for(raw, forms, how)}{near}"
+
+
+def _shape(row: Fields) -> str:
+    """What the shape of a row says, if it is certain, and what to do; else ""."""
+    if speaker(row):
+        return ' One message is not a row; a conversation is: {"messages": [{"role": …, "content": …}, …]}.'
+    if are_columns(row) and all(isinstance(value, list) for value in row.values()):
+        return COLUMNS
+    texts = all(isinstance(value, (str, type(None))) for value in row.values())
+    if texts and any(not key.strip() or re.search(r"[.?!:|]\s*$|\s.*\s.*\s|\|", key) for key in row):
+        first = "The first line of a table names its columns, and commas, semicolons or tabs part them: does it?"
+        return f" {first} Put a line such as prompt,completion before it."
+    for key, value in row.items():
+        inner = value if isinstance(value, dict) else value[0] if isinstance(value, list) and value else None
+        if isinstance(inner, dict) and key not in TALK:
+            if isinstance(value, list) and all(map(is_message, value)):
+                return f" --map {'messages' if 'role' in inner else 'conversations'}={key}."
+            names = ", ".join(map(shown, list(inner)[:4]))
+            return f" What stands inside {shown(key)!r} ({names}) is not read: write it as columns or as messages."
+    return ""
+
+
+def _map_for(raw: Fields, forms: Sequence[Form], how: _How) -> str:
+    """Advice on --map, which is tried if it names columns."""
+    names = {how.renames.get(key, key).lower(): key for key in raw if key == key.strip()}
+    for form in forms:
+        likely = {ours: (ours,) if ours in names else _LIKELY.get(ours, ()) for ours in form.keys}
+        columns = {ours: [names[name] for name in likely[ours] if name in names] for ours in likely}
+        columns |= {ours: [names[ours]] for ours in form.others if ours in names}
+        if all(len(theirs) == 1 for theirs in columns.values()):
+            renames = {**how.renames, **{theirs[0]: ours for ours, theirs in columns.items() if theirs[0] != ours}}
+            if renames != how.renames and _reads(raw, renames, how):
+                return f" Perhaps {_as_option(renames)}."
+    return " Rename columns, OURS=YOURS: --map instruction=question,output=answer."
+
+
+def _as_option(renames: Mapping[str, str]) -> str:
+    return "--map " + ",".join(f"{ours}={theirs}" for theirs, ours in renames.items())
+
+
+def _reads(raw: Fields, renames: Mapping[str, str], how: _How) -> bool:
+    """Whether a row of a file can be read with this --map."""
+    try:
+        _read(raw, how._replace(renames=renames))
+        return True
+    except BadRow:
+        return False
+
+
+def _refuse_preferences(raw: Fields, row: Fields, pair: Form | None, form: Form | None, how: _How) -> None:
+    """Raises BadRow if a row is a pair or a labelled answer, with a --map that trains on the good answers."""
+    tag, ways = str(row.get("label")).strip().lower(), list[str]()
+    if pair and not _SIDES.isdisjoint(row):
+        good, *bad = pair.keys[1:] if "input" in pair.keys else [pair.keys[-2], *pair.keys[-1:]]
+        leave = ",".join(f"unused={key}" for key in bad)
+        ways = [f"{ours}={good},{leave}" for ours in ("output", "completion", "messages", "text") if good != ours]
+        ways.append(leave)
+    elif tag in (*GOOD, *BAD) and form and form.keys[0] not in ("text", "input_ids"):
+        ways = [f"unused={key}" for key in raw if how.renames.get(key, key) in _LABELS][:1]
+    else:
         return
-    form = find_form(row, FORMS)
-    is_tag = str(row["label"]).strip().lower() in (*GOOD, *BAD)
-    if is_tag and form and form.keys[0] not in ("text", "input_ids"):
-        key = next(
-            theirs
-            for theirs, ours in [*renames.items(), *((key, key) for key in LABELS)]
-            if ours in LABELS and theirs in raw
-        )
-        names = ",".join([*(pair for pair in before if not pair.endswith(f"={key}")), f"unused={key}"])
-        raise BadRow(f"is preference data, labelled answers: {_METHODS}. Keep the rows that {key!r} says are good, and "
-                     f"leave the column out: --map {names}")  # fmt: skip
+    what = "preference data, good answers and bad ones" if pair else "preference data, labelled answers"
+    way_out = "write them to a file of messages, or of prompt, completion"
+    for way in ways:
+        pairs = [part.split("=") for part in way.split(",")]
+        renames = {**how.renames, **{theirs: ours for ours, theirs in pairs}}
+        if not pair or _reads(raw, renames, how):
+            way_out = _as_option(renames)
+            break
+    raise BadRow(f"is {what}: training and `eval` with --method dpo (kto, if labelled) read both. To train on the good "
+                 f"answers alone{'' if pair else ', keep their rows'}: {way_out}")  # fmt: skip
 
 
 # ---------------------------------------------------------------- pairs
@@ -216,27 +275,25 @@ def _joined_texts(row: Fields, context: str | None, mine: str, other: str) -> Ex
     """The prompt is taken off where both answers begin with it."""
     if context is None or not context.strip() and mine.startswith(_HUMAN):
         return _of_dialogue(row, mine, other)
-    for asked in (context, context.strip()):
-        if asked.strip() and mine.startswith(asked) and other.startswith(asked):
-            return completion(asked, mine[len(asked) :], "an answer behind its prompt")
+    for prompt in (context, context.strip()):
+        if prompt.strip() and mine.startswith(prompt) and other.startswith(prompt):
+            return completion(prompt, mine[len(prompt) :], "an answer behind its prompt")
     return completion(context, mine, "an answer")
 
 
 def _of_dialogue(row: Fields, mine: str, other: str) -> Example:
     """A whole dialogue as text; the prompt is what both begin with, of hh-rlhf in whole turns."""
-    same = len(os.path.commonprefix([mine, other]))
+    same = os.path.commonprefix([mine, other])
     if not mine.startswith(_HUMAN):
-        if asked := [key for key in _ASKED if isinstance(row.get(key), str) and row[key].strip()]:
-            ways = f"--map instruction={asked[0]}, or prompt={asked[0]} without the chat template"
-            raise BadRow(f"has no 'prompt'. Is it {asked[0]!r}? {ways}; else unused={asked[0]}")
-        while same and not mine[same - 1].isspace():
-            same -= 1
-        start = len(mine[:same].rstrip())
+        if names := [key for key in _PROMPTS if isinstance(row.get(key), str) and row[key].strip()]:
+            ways = f"--map instruction={names[0]}, or prompt={names[0]} without the chat template"
+            raise BadRow(f"has no 'prompt'. Is it {names[0]!r}? {ways}; else unused={names[0]}")
+        start = len(re.sub(r"\S+$", "", same).rstrip())  # whole words
         if not start:
             raise BadRow("'chosen' and 'rejected' begin with nothing in common, and there is no 'prompt'")
         return completion(mine[:start], mine[start:], "an answer")
-    start = mine.rfind(_ASSISTANT, 0, same)
-    if start < 0 or other[start : start + len(_ASSISTANT)] != _ASSISTANT:
+    start = same.rfind(_ASSISTANT)
+    if start < 0:
         raise BadRow("'chosen' and 'rejected' do not share a turn of the human")
     start += len(_ASSISTANT)
     turns = re.split(r"\n\n(Human|Assistant):", mine)[1:]
@@ -257,12 +314,12 @@ def _apart(context: list[Any], mine: list[Any], other: list[Any]) -> tuple[list[
     while same < min(len(mine), len(other)) - 1 and mine[same] == other[same]:
         same += 1
     shared, answer = mine[:same], mine[same:]
-    asked, begun = ([(role_of(m), _content(m)) for m in messages] for messages in (context, shared))
-    if not (asked and begun) or asked == begun[-len(asked) :]:
+    prompt, begun = ([(role_of(m), _content(m)) for m in messages] for messages in (context, shared))
+    if not (prompt and begun) or prompt == begun[-len(prompt) :]:
         before = shared or context
-    elif n := next((n for n in range(min(len(asked), len(begun)), 0, -1) if asked[-n:] == begun[:n]), 0):
+    elif n := next((n for n in range(min(len(prompt), len(begun)), 0, -1) if prompt[-n:] == begun[:n]), 0):
         before = [*context[:-n], *shared]
-    elif len(asked) == 1 and asked == [turn for turn in begun if turn[0] == "user"][:1]:
+    elif len(prompt) == 1 and prompt == [turn for turn in begun if turn[0] == "user"][:1]:
         before = shared
     else:
         raise BadRow("'prompt' is not what 'chosen' and 'rejected' begin with; leave it out: --map unused=prompt")
@@ -278,8 +335,7 @@ def _content(message: Any) -> Any:
 
 
 def _prompted(row: Fields) -> list[Example]:
-    asked = row.get("prompt")
-    context = None if asked is None else part_of(row, "prompt")
+    context = None if row.get("prompt") is None else part_of(row, "prompt")
     return _pair(row, context, part_of(row, "chosen"), part_of(row, "rejected"))
 
 
@@ -299,15 +355,13 @@ def _alpaca_pair(row: Fields) -> list[Example]:
 
 
 def _openai(row: Fields) -> list[Example]:
-    asked = row["input"]
-    if not isinstance(asked, dict) or "messages" not in asked:
+    source = row["input"]
+    if not isinstance(source, dict) or "messages" not in source:
         raise BadRow("'input' is not an object with 'messages'")
-    refuse_media(asked, "'input': ")
-    inner = {**{key: asked[key] for key in TALK if key in asked}, "messages": asked["messages"]}
-    pair = _pair(
-        inner, messages_of(inner, "messages"), part_of(row, "preferred_output"), part_of(row, "non_preferred_output")
-    )
-    others = tuple(f"input.{key}" for key in unread_keys(asked, ("messages", *TALK)))
+    refuse_media(source, "'input': ")
+    sides = (part_of(row, key) for key in ("preferred_output", "non_preferred_output"))
+    pair = _pair({key: source[key] for key in TALK if key in source}, messages_of(source, "messages"), *sides)
+    others = tuple(f"input.{key}" for key in unread_keys(source, ("messages", *TALK)))
     return [example._replace(unused=(*example.unused, *others)) for example in pair if isinstance(example, Chat)]
 
 
@@ -360,9 +414,6 @@ def classes_of(names: Sequence[str]) -> dict[str, int]:
     return numbers | {name: i for i, name in enumerate(names)}
 
 
-_WHOLE = re.compile(r"-?\d{1,18}")
-
-
 def _class(value: Any, classes: Mapping[str, int]) -> int:
     word = _word(value)
     if word in classes:
@@ -378,10 +429,8 @@ def _word(value: Any) -> str:
         return str(value).lower()
     if isinstance(value, (float, Decimal)) and math.isfinite(value) and value == int(value):
         return str(int(value))
-    if isinstance(value, (float, Decimal)):
-        raise BadRow(f"'label' is {value:g}, no class: regression is not supported")
     if not isinstance(value, (str, int)):
-        raise BadRow(f"'label' is {kind_of(value)}, expected one class: several labels of a row are not supported")
+        raise BadRow(f"'label' is {str(value)[:40]}, expected one class: no fractions, no lists of several")
     return str(value)
 
 
@@ -397,24 +446,17 @@ def labels_in(rows: Iterable[Any], renames: Mapping[str, str], named: Sequence[s
         except BadRow as error:
             fault = fault or str(error)  # said when it is read, if there are others
         if len(words) > MOST:
-            raise InputError(
-                f"'label' has more than {MOST:,} different values. Is it the right column? --map label=YOURS"
-            )
+            raise InputError(f"'label' has more than {MOST:,} values. Is it the right column? --map label=YOURS")
     if named and words <= classes_of(named).keys() | {"-1"}:
         return tuple(named)
-    if fault and not words:
-        raise InputError(f"--data: {fault}.")
     if len(words) < 2:
-        what = f"one class alone, {shown(next(iter(words)))}" if words else "no row with a 'label'"
+        what = f"one class alone, {shown(next(iter(words)))}" if words else fault or "no row with a 'label'"
         raise InputError(f"--data has {what}. Name your column: --map label=YOURS; or the classes: --labels A,B.")
     if all(map(_WHOLE.fullmatch, words)):
         numbers = sorted(words, key=int)
-        return (
-            tuple(f"LABEL_{i}" for i in range(len(words)))
-            if numbers == [*map(str, range(len(words)))]
-            else tuple(numbers)
-        )
+        counted = numbers == [*map(str, range(len(words)))]
+        return tuple(f"LABEL_{number}" for number in numbers) if counted else tuple(numbers)
     for name in sorted(words):
-        if "," in name or not name.strip() or name != name.strip():
+        if "," in name or name != name.strip():
             raise InputError(f"'label' is {shown(repr(name))}: write names without commas or spaces around them.")
     return tuple(sorted(words))

@@ -18,9 +18,9 @@ from os.path import commonprefix
 from typing import Any, NamedTuple
 
 from trireme.engine.data.forms import Chat
+from trireme.engine.data.messages import number_calls
 from trireme.engine.data.read import BadRow, Fields, unread_keys
 from trireme.engine.data.template import ALPACA, PROBE, THOUGHTS, Rendering, Span, Template, thoughts_of
-from trireme.engine.data.tools import number_calls
 from trireme.storage.untrusted import NAME
 
 _LINES = re.compile(r"</?think>|\n")
