@@ -207,9 +207,9 @@ def way_back(folder: Path) -> str:
     names = folders(folder.parent)
     older, newer = names[: names.index(folder.name)], names[names.index(folder.name) + 1 :]
     if newer:
-        return f"Remove {folder.name}: there is a newer snapshot"
+        return f"Remove {folder}: there is a newer snapshot"
     if older:
-        return f"To go back to step {older[-1].split('-')[3]}, remove {folder.name}"
+        return f"To go back to step {older[-1].split('-')[3]}, remove {folder}"
     return f"{NONE_OLDER}: {NO_WAY_BACK}"
 
 

@@ -39,7 +39,7 @@ from trireme.storage.untrusted import quoted
 
 MODULES = {name: f"trireme.engine.run.after.{name}" for name in COMMANDS} | {"": "trireme.engine.run.loop"}
 NO_MEMORY, NO_THREAD = (errno.ENOMEM, errno.EAGAIN), "can't start new thread"  # Python's words
-MISNAMED = (errno.ENAMETOOLONG, errno.ELOOP)
+MISNAMED = (errno.ENAMETOOLONG, errno.ELOOP, errno.EEXIST)
 FAILING = (errno.EIO, errno.ESTALE, errno.EREMOTEIO, errno.EUCLEAN)  # a drive, or a server of files
 CURES = dict.fromkeys(FAILING, " Is its drive failing? See dmesg.")
 CURES |= dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), " Free some space there, or name another folder.")

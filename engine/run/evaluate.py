@@ -156,13 +156,13 @@ def with_reference(run: Training, stopped: Stopped) -> None:
     given it. A pass that was ended goes on behind what is known. Raises InputError, StoreError; KeyboardInterrupt if
     `stopped()`.
     """
-    job, path = run.job, run.folder.run / folder.REFERENCE
+    job, cache, writes = run.job, cache_folder(), not here().host
     if job.preference is None or not job.preference.compares:
         return
     data = [job.data, *([job.data.held_out] if job.data.held_out else [])]
-    total, pairs = sum(len(part.pieces) for part in data), "answer" if job.data.options.kind == "labels" else "pair"
+    total = sum(len(part.pieces) for part in data)
     key = run.fixed.reference or here().texts(_key(job, run.sums))[0]
-    places = [path, *_in_cache(key)]
+    places = [run.folder.run / folder.REFERENCE, *([cache / "reference" / f"{key}.npz"] if cache else [])]
     known = max((_read(place, key) for place in places), key=len)
     known = np.array(json.loads(here().texts(json.dumps(known.tolist()))[0]), dtype=np.float64)
     if len(known) != total:
@@ -171,18 +171,17 @@ def with_reference(run: Training, stopped: Stopped) -> None:
             run.load_checkpoint(stopped)
             if _key(job, run.sums) != key:
                 was = "the checkpoint is not what the run began with"
-                raise InputError(f"{path} is lost, and {was}. Restore one of them, or start again.")
+                raise InputError(f"{places[0]} is lost, and {was}. Restore one of them, or start again.")
         began, known = time.monotonic(), known if len(known) < total else np.zeros(0)
-        keep = lambda logps: None if here().host else _write(path, key, logps)
+        keep = lambda logps: _write(places[0], key, logps) if writes else None
         with screen.clock().at("reference"), run.watched("the reference"):
-            n_micro = job.n_micro
-            known = Evaluator(run.engine, job.rows, job.seq_len, n_micro).logps(data, known, keep, stopped)
+            known = Evaluator(run.engine, job.rows, job.seq_len, job.n_micro).logps(data, known, keep, stopped)
         keep(known)
         if len(known) < total:
             raise KeyboardInterrupt
-        took = seconds(time.monotonic() - began)
-        screen.say(f"compared {count(total // 2, pairs)}: the reference took {took}")
-    for place in places if not here().host else ():
+        pairs = count(total // 2, "answer" if job.data.options.kind == "labels" else "pair")
+        screen.say(f"compared {pairs}: the reference took {seconds(time.monotonic() - began)}")
+    for place in places if writes else ():
         if len(_read(place, key)) != total:
             _write(place, key, known)
     n, held = len(job.data.pieces), job.data.held_out
@@ -192,11 +191,11 @@ def with_reference(run: Training, stopped: Stopped) -> None:
 
 def _key(job: Job, sums: Mapping[str, str]) -> str:
     """The key of the weights, the data, and all that decides roundings. `sums`: checksums of all weights."""
-    fixed: dict[str, Any] = {"weights": dict(sorted(sums.items())), "dtype": job.plan.dtype, "fp8": job.cfg.fp8}
-    fixed |= {"rows": job.rows, "together": job.n_micro, "by": computed_by(job.device), "launches": job.launches}
     own = job.fixed(None)
-    fixed |= {"model": own.config, "data": own.data}
-    return hashlib.sha256(json.dumps(fixed, sort_keys=True).encode()).hexdigest()[:24]
+    decides: dict[str, Any] = {"weights": dict(sorted(sums.items())), "dtype": job.plan.dtype, "fp8": job.cfg.fp8}
+    decides |= {"rows": job.rows, "together": job.n_micro, "by": computed_by(job.device), "launches": job.launches}
+    decides |= {"model": own.config, "data": own.data}
+    return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:24]
 
 
 def _read(path: Path, key: str) -> np.ndarray:
@@ -218,11 +217,6 @@ def _write(path: Path, key: str, logps: np.ndarray) -> None:
         replace_synced(path, content.getvalue())
         for old in sorted(path.parent.glob("*.npz"), key=lambda each: each.stat().st_mtime)[:-CACHED]:
             old.unlink(missing_ok=True)
-
-
-def _in_cache(key: str) -> list[Path]:
-    place = cache_folder()
-    return [place / "reference" / f"{key}.npz"] if place else []
 
 
 # ---------------------------------------------------------------- samples

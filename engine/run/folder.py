@@ -11,15 +11,16 @@ the process, and needs no file. Only files that are known by name are removed: a
 
 from __future__ import annotations
 
-import errno
 import os
 import re
 import shutil
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from trireme.engine.hosts.group import here
 from trireme.engine.run import config_file, record, screen
@@ -44,20 +45,15 @@ from trireme.storage.files import (
 from trireme.storage.store import Store
 from trireme.storage.untrusted import checksum, quoted
 
+if TYPE_CHECKING:
+    from trireme.engine.hosts.host_snapshots import RunSnapshot
+
 RUN, STATE, NOTE, REFERENCE = ".run", "state.json", "best.json", "reference.npz"
 LOGS = ("config.yaml", "log.jsonl", "report.html", "trace.json")
-PARTS = (".*.partial", "tokens/*.tokens", "tokens/*.npz", "tokens/.*.partial", "tokens/stdin*", "teacher/scores.json")
-KNOWN = (
-    STATE,
-    REFERENCE,
-    "log.jsonl",
-    *PARTS,
-    "teacher/*/part-*.safetensors",
-    "teacher/**/.*.partial",
-    *(f"host-*/{name}" for name in (STATE, "log.jsonl", *PARTS)),
-)
 ADAPTER = "adapter_model.safetensors"
-UNFIT = {errno.EACCES, errno.EPERM, errno.EROFS, errno.EEXIST, errno.ENOENT, errno.ENOTDIR, errno.EINVAL}
+OF_HOST = (STATE, "log.jsonl", ".*.partial", "*/.*.partial", "tokens/*.tokens", "tokens/*.npz", "tokens/stdin*")
+OF_RUN = (REFERENCE, "*.new/*", "teacher/scores.json", "teacher/*/part-*.safetensors")
+KNOWN = (*OF_HOST, *OF_RUN, *(f"host-*/{name}" for name in OF_HOST))  # files in .run, besides the best and the store
 Save = Callable[[Path], Mapping[str, str]]  # writes a new folder, and returns its files' checksums by name
 
 
@@ -69,6 +65,7 @@ class Folder:
         self.out, self.run, self.stores, self.made = out, run, stores, made
         self.state = State("")
         self.store: Store | None = None
+        self.common: RunSnapshot | None = None  # of another number of hosts, from which the run goes on
 
     def write_config(self, options: Options) -> None:
         if not here().host:
@@ -82,40 +79,35 @@ class Folder:
 
     # ------------------------------------------------------------ weights besides the store's
 
-    def replace(self, name: str, save: Save) -> None:
-        """Saves a folder of OUT under another name, then gives it its own, in the place of an older one."""
-        new, old, target = self.run / f"{name}.new", self.run / f"{name}.old", self.out / name
+    def replace(self, target: Path, save: Callable[[Path], Iterable[str]]) -> None:
+        """Saves a folder under another name, then gives it its own, in the place of an older one. `save` returns the
+        names of its files. A run that is killed between the two goes on before, and saves it again.
+        """
+        new = self.run / f"{target.name}.new"
         shutil.rmtree(new, ignore_errors=True)
-        names = list(save(new))
-        if target.exists():
-            target.rename(old)
+        names = save(new)
+        discard(target, names, aside=self.out / f"{target.name}.left")
         new.rename(target)
-        sync_folder(self.out)
-        discard(old, *names, aside=self.out / f"{name}.left")
-
-    def bring_back(self) -> None:
-        """Undoes a replacement that was killed between its two renames."""
-        for old in self.run.glob("*.old"):
-            if not (self.out / old.stem).exists():
-                old.rename(self.out / old.stem)
-
-    def write_best(self, progress: Progress, saved: int | None, save: Save) -> None:
-        """Writes the best weights. `saved`: the step of those that the last snapshot names, which stay."""
-        self.drop_best(saved)
-        new = self.run / "best.new"
-        shutil.rmtree(new, ignore_errors=True)
-        best = Best(progress.best_step or 0, progress.best or 0.0, dict(save(new)))
-        record.write(new / NOTE, best)
-        new.rename(self.best(best.step))
-        sync_folder(self.run)
+        sync_folder(target.parent)
 
     def best(self, step: int | None) -> Path:
         return self.run / f"best-{step}"
 
+    def write_best(self, progress: Progress, saved: int | None, save: Save) -> None:
+        """Writes the best weights. `saved`: the step of those that the last snapshot names, which stay."""
+
+        def save_with_note(folder: Path) -> list[str]:
+            files = dict(save(folder))
+            record.write(folder / NOTE, Best(progress.best_step or 0, progress.best or 0.0, files))
+            return [*files, NOTE]
+
+        self.drop_best(saved)
+        self.replace(self.best(progress.best_step), save_with_note)
+
     def drop_best(self, *keep: int | None) -> None:
         for path in self.run.glob("best-*"):
             if path not in map(self.best, keep) and (note := record.read(path / NOTE, Best)):
-                discard(path, *note.files, NOTE, aside=self.out / f"{path.name}.left")
+                discard(path, [*note.files, NOTE], aside=self.out / f"{path.name}.left")
 
     def holds_best(self, progress: Progress, again: Mapping[str, CONTENT]) -> bool:
         """Whether the best weights that a snapshot names are there, byte by byte. `again`: files that can be made
@@ -128,33 +120,34 @@ class Folder:
         names = [name for name in note.files if name not in again]
         with suppress(OSError):
             nbytes = sum((folder / name).stat().st_size for name in names)
-            with screen.working("checking the best", nbytes) as more:
-                return all(checksum(counted(stream(folder / name), more)) == note.files[name] for name in names)
+            with screen.working("checking the best", nbytes) as progressed:
+                sums = (checksum(counted(stream(folder / name), progressed)) for name in names)
+                return all(sum == note.files[name] for name, sum in zip(names, sums, strict=True))
         return False
 
-    def take_over(self, step: int | None, out: Path, again: Mapping[str, CONTENT]) -> None:
+    def take_over(self, step: int | None, out: Path, again: Mapping[str, CONTENT]) -> list[str]:
         """Gives `out` the files of the best, by hard links if the drive has them; those of `again` are made again. May
-        be killed and repeated.
+        be killed and repeated. Returns the names.
         """
         folder = self.best(step)
         note = record.read(folder / NOTE, Best)
         assert note is not None
         for name in note.files:
             path, target = folder / name, out / name
-            target.parent.mkdir(exist_ok=True)
+            target.parent.mkdir(exist_ok=True, parents=True)
             part = partial_of(target)
             part.unlink(missing_ok=True)
             if name in again:
                 write_synced(part, [content_of(again[name])])
-            elif target.exists() and target.samefile(path):
-                continue  # a rename to another link of the same file would leave both names
             else:
                 try:
                     part.hardlink_to(path)
                 except OSError:
                     write_synced(part, stream(path))
             part.replace(target)
+            part.unlink(missing_ok=True)  # a rename to another link of the same file leaves both
             sync_folder(target.parent)
+        return list(note.files)
 
     # ------------------------------------------------------------ the end
 
@@ -162,61 +155,60 @@ class Folder:
         """Makes OUT/best of the best weights of `best_step`, and removes all but the output, which is complete. If
         killed, `reopened` repeats it.
         """
-        note = None if best_step is None else record.read(self.best(best_step) / NOTE, Best)
-        if note is not None:
-            new = self.run / "best.new"
-            shutil.rmtree(new, ignore_errors=True)
-            new.mkdir()
-            self.take_over(best_step, new, again)
-            target = self.out / "best"
-            if target.exists():
-                target.rename(self.run / "best.old")
-            new.rename(target)
-            discard(self.run / "best.old", *note.files, aside=self.out / "best.left")
+        if best_step is not None and self.best(best_step).is_dir():
+            self.replace(self.out / "best", lambda folder: self.take_over(best_step, folder, again))
         self.note(State(self.state.id, started=True, ended=True, kept=keep_state))
         if not keep_state:
-            if not here().host:
-                here().meet()  # other hosts' folders are in that of host 0
-            if self.store:
-                with screen.working("removing the store", 0) as more:
-                    self.store.remove(more)
-            self.remove()
-            if here().host:
-                here().meet()
+            with others_first():
+                self.remove(self.stores)
 
-    def remove(self) -> None:
-        """Removes OUT/.run."""
+    def remove(self, stores: list[Path]) -> None:
+        """Removes `stores` if they are of this run, and OUT/.run."""
+        if self.store:
+            self.store.close()
+            self.store = None
+        with screen.working("removing the store", 0) as progressed:
+            folders.remove_finished(stores, self.state.id)  # whose removal had begun
+            folders.discard([path for path in stores if folders.run_of(path) == self.state.id], progressed)
         self.drop_best()
-        if left := discard(self.run, *KNOWN, "*.new/**/*", aside=self.out / "run.left"):
+        if left := discard(self.run, KNOWN, aside=self.out / "run.left"):
             screen.warn(f"{left} has files that are not of the run")
 
     def undo(self) -> None:
         """Removes what a run that failed before its first step has made."""
-        if self.store:
-            self.store.remove()
-        self.remove()
+        self.remove(self.stores)
         for name in LOGS if not here().host else ():
             (self.out / name).unlink(missing_ok=True)
             partial_of(self.out / name).unlink(missing_ok=True)
         remove_folders(self.made)
 
 
-def discard(folder: Path, *known: str, aside: Path) -> Path | None:
+def discard(folder: Path, known: Iterable[str], aside: Path) -> Path | None:
     """Removes the files of a folder that match the patterns `known`, and the folder. If it has others it gets the name
     `aside` or one like it, which is returned.
     """
-    if not folder.is_dir():
-        return None
-    for pattern in known:
-        for path in folder.glob(pattern):
-            if path.is_symlink() or not path.is_dir():
-                path.unlink(missing_ok=True)
-    inside = [path for path in folder.rglob("*") if path.is_dir() and not path.is_symlink()]
-    remove_folders([*sorted(inside, reverse=True), folder])
+    patterns = list(known)
+    for path in sorted(folder.rglob("*"), reverse=True):  # a folder comes after what is in it
+        name = path.relative_to(folder).as_posix()
+        if path.is_dir() and not path.is_symlink():
+            remove_folders([path])
+        elif any(fnmatchcase(name, pattern) for pattern in patterns):
+            path.unlink(missing_ok=True)
+    remove_folders([folder])
     if not folder.exists():
         return None
     names = (aside.with_name(f"{aside.name}-{n}") for n in range(1, 1000))
     return folder.rename(next(path for path in (aside, *names) if not path.exists()))
+
+
+@contextmanager
+def others_first() -> Iterator[None]:
+    """A context that host 0 enters after all others: their folders are in its own."""
+    if not here().host:
+        here().meet()
+    yield
+    if here().host:
+        here().meet()
 
 
 # ---------------------------------------------------------------- a new one, or one that is continued
@@ -237,19 +229,20 @@ def named(o: Options) -> Options:
 
 def check_free(out: Path, model: str) -> None:
     """Raises InputError unless a new run may write to `out`."""
-    other = "Name another folder, or leave --out out."
-    if out.is_symlink() and not out.exists():
-        raise InputError(f"--out {out} is a link to {out.readlink()}, which is not there. {other}")
-    if out.exists() and model and Path(model).exists() and out.samefile(model):
-        raise InputError(f"--out {out} is the checkpoint itself. {other}")
-    if not existing(out).is_dir():
-        raise InputError(f"--out {out}: {existing(out)} is a file. {other}")
-    if is_finished(out):
-        raise InputError(f"--out {out} holds a finished run. {further(out)}")
-    if (out / RUN).exists() and (out / "config.yaml").exists():  # else killed before there was anything of it
-        raise InputError(f"--out {out} holds a run. Continue it: --resume {quoted(out)}; or leave --out out.")
-    if out.exists() and any(path.name not in (RUN, ".config.yaml.partial") for path in out.iterdir()):
-        raise InputError(f"--out {out} is not empty. {other}")
+    way, there = "Name another folder, or leave --out out", existing(out)
+    if model and Path(model).exists() and there.samefile(model):
+        what = "is the checkpoint itself"
+    elif not there.is_dir():
+        what = f"cannot be made: {there} is a file"
+    elif is_finished(out):
+        what, way = "holds a finished run", further(out)
+    elif (out / RUN).exists() and (out / "config.yaml").exists():  # else killed before there was anything of it
+        what, way = "holds a run", f"Continue it: --resume {quoted(out)}; or leave --out out"
+    elif out.is_dir() and any(path.name not in (RUN, ".config.yaml.partial") for path in out.iterdir()):
+        what = "is not empty"
+    else:
+        return
+    raise InputError(f"--out {out} {what}. {way}.")
 
 
 @contextmanager
@@ -266,9 +259,7 @@ def new(options: Options) -> Iterator[Folder]:
     try:
         made = make_folder(run)
     except OSError as error:
-        if error.errno in UNFIT:
-            raise InputError(f"--out {out} cannot be made ({error.strerror}). Name another folder.") from error
-        raise
+        raise InputError(f"--out {out} cannot be made ({error.strerror}). Name another folder.") from error
     with _locked(out, run, made) as folder:
         if not group.host:
             group.meet()
@@ -278,8 +269,7 @@ def new(options: Options) -> Iterator[Folder]:
         try:
             yield folder
         except BaseException:
-            log = out / "log.jsonl"
-            if not (log.exists() and log.stat().st_size) and not (folder.store and folder.store.snapshots):
+            if not (_has_log(out) or (folder.store and folder.store.snapshots)):
                 with suppress(OSError):  # report the first error
                     folder.undo()
             raise
@@ -299,28 +289,22 @@ def reopened(options: Options) -> Iterator[Folder]:
         state = record.read(run / STATE, State) or (State("") if made else _state_again(folder))
         folder.state = replace(state, id=here().texts(state.id)[0])
         if here().first(folder.state.ended and not folder.state.kept):
-            every = [d for dirs in stores_by_host(options).values() for d in dirs]
-            mine = every if here().hosts == 1 else folder.stores
-            if not here().host:
-                here().meet()  # other hosts' folders are in that of host 0
-            folders.remove_finished(mine, folder.state.id)  # whose removal had begun
-            folders.discard([d for d in mine if folders.run_of(d) == folder.state.id])
-            folder.remove()
-            if here().host:
-                here().meet()
-            raise InputError(f"--resume {out}: that run is finished. {further(out)}")
-        folder.bring_back()
+            every = [path for paths in stores_by_host(options).values() for path in paths]
+            with others_first():
+                folder.remove(every if here().hosts == 1 else folder.stores)
+            raise InputError(f"--resume {out}: that run is finished. {further(out)}.")
         yield folder
 
 
 def _state_again(folder: Folder) -> State:
     """The state of a run whose file is lost or damaged, from its store and its log."""
     ids = [id for path in folder.stores if (id := folders.run_of(path))]
-    log = folder.out / "log.jsonl"
-    started = any(snapshots.folders(path) for path in folder.stores if path.is_dir()) or (
-        log.exists() and log.stat().st_size > 0
-    )
-    return State(ids[0] if ids else uuid.uuid4().hex, started=started)
+    saved = any(snapshots.folders(path) for path in folder.stores if path.is_dir())
+    return State(ids[0] if ids else uuid.uuid4().hex, started=saved or _has_log(folder.out))
+
+
+def _has_log(out: Path) -> bool:
+    return (out / "log.jsonl").exists() and (out / "log.jsonl").stat().st_size > 0
 
 
 @contextmanager
@@ -357,6 +341,21 @@ def stores_by_host(options: Options) -> dict[int, list[Path]]:
     return {host: stores(options, host) for host in sorted({0, *numbers})}
 
 
+# ---------------------------------------------------------------- what a folder is
+
+
+def is_finished(out: Path) -> bool:
+    """Whether a folder has the output of a run."""
+    return config_file.is_own(out / "config.yaml") and not (out / RUN).is_dir()
+
+
+def resumable(out: str) -> str:
+    """The folder that --resume takes; "" if no run has begun there."""
+    with suppress(OSError):
+        return out if out and (Path(out) / RUN / STATE).exists() else ""
+    return ""
+
+
 def latest(runs: Path) -> Path:
     """The unfinished run in a folder that was written last. Raises InputError."""
     states = {path.parent.parent: record.read(path, State) for path in runs.glob(f"*/{RUN}/{STATE}")}
@@ -370,34 +369,19 @@ def check_resumable(out: Path) -> None:
     """Raises InputError unless a folder has a run that can go on."""
     if (out / RUN).is_dir() and (out / "config.yaml").is_file():
         return
+    what, way = "there is no run that can go on", "Name the folder that --out named"
     if is_finished(out):
-        raise InputError(f"--resume {out}: that run is finished, and its state is removed. {further(out)}")
-    above = next((path for path in out.absolute().parents[:2] if (path / RUN).is_dir()), None)
-    way = f"It is part of a run: --resume {quoted(above)}." if above else "Name the folder that --out named."
-    if (out / "config.yaml").is_file():
-        way = "Its config.yaml is of an older version: start again." if not above else way
-    raise InputError(f"--resume {out}: there is no run that can go on. {way}")
-
-
-def is_finished(out: Path) -> bool:
-    """Whether a folder has the output of a run."""
-    return config_file.is_own(out / "config.yaml") and not (out / RUN).is_dir()
+        what, way = "that run is finished, and its state is removed", further(out)
+    elif above := next((path for path in out.absolute().parents[:2] if (path / RUN).is_dir()), None):
+        way = f"It is part of a run: --resume {quoted(above)}"
+    raise InputError(f"--resume {out}: {what}. {way}.")
 
 
 def further(out: Path) -> str:
     """How a finished run's result is trained further, to be pasted."""
-    kept = "--keep-state keeps the state of the next."
-    if not config_file.is_own(out / "config.yaml"):
-        return kept
     options = config_file.of_run(out) or Options()
     model = f"{quoted(options.model)} --adapter {quoted(out)}" if (out / ADAPTER).exists() else quoted(out)
     data = " ".join(f"--data {quoted(each)}" for each in options.data)
     method = f" --method {options.method}" * (options.method != "sft")
-    return f"To train its result further: trireme {model} {data}{method} --warmup 0. {kept}"
-
-
-def resumable(out: str) -> str:
-    """The folder that --resume takes; "" if no run has begun there."""
-    with suppress(OSError):
-        return out if out and (Path(out) / RUN / STATE).exists() else ""
-    return ""
+    command = f"trireme {model} {data}{method} --warmup 0"
+    return f"To train its result further: {command}. --keep-state keeps the state of the next"

@@ -11,9 +11,8 @@ import math
 import os
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -28,39 +27,21 @@ Tracker = tuple[Callable[[Record], object], Callable[[], object]]  # (add, close
 LAST = 50  # steps from which the rest is estimated
 APART = 10.0  # seconds between lines of steps that stay
 DOUBLED = 2.0  # of the smoothed loss at the beginning: the run diverges
+KEPT = (*page.DRAWN, "step_time_s", "tokens", "trained_tokens", "eval_time_s")  # in memory, of each record
+HOW = "Log in with `wandb login`, or set WANDB_MODE=offline"
 SHOWN = {"ce": "ce", "kl": "kl", "accuracy": "accuracy", "rewards/accuracies": "accuracy", "rewards/margins": "margin"}
-
-
-@dataclass
-class Totals:
-    """Sums over the log of a run."""
-
-    steps: int = 0
-    seconds: float = 0.0
-    tokens: int = 0
-    trained: int = 0
-    evaluations: int = 0
-    evaluating: float = 0.0  # seconds, samples included
-
-    def add(self, record: Mapping[str, Any]) -> None:
-        if "loss" in record:
-            self.steps, self.seconds = self.steps + 1, self.seconds + record["step_time_s"]
-            self.tokens, self.trained = self.tokens + record["tokens"], self.trained + record.get("trained_tokens", 0)
-        else:
-            self.evaluations += 1
-            self.evaluating += record["eval_time_s"]
 
 
 class Log:
     """Used by one thread at a time."""
 
-    def __init__(self, out: Path, total: int, evaluations: int, since: int, trackers: Sequence[Tracker]):
+    def __init__(self, out: Path, total: int, evaluations: int, since: int, others: Sequence[Tracker]):
         """`since`: bytes that belong to the snapshot; what comes behind is removed. `evaluations`: of the whole run.
 
         Raises OSError.
         """
-        self.path, self.total, self.expected, self.trackers = out / "log.jsonl", total, evaluations, list(trackers)
-        self.totals, self.records = Totals(), list[Record]()
+        self.path, self.total, self.expected, self.trackers = out / "log.jsonl", total, evaluations, list(others)
+        self.steps, self.evals = list[Record](), list[Record]()  # KEPT of each
         self.waiting, self.warned, self.diverges, self.evaluated = b"", False, False, 0.0
         self.stayed = -math.inf  # when a step's line last stayed
         self.ends: deque[float] = deque(maxlen=LAST)  # of the last steps, without the evaluations between them
@@ -70,7 +51,7 @@ class Log:
         os.ftruncate(self.fd, min(since, os.fstat(self.fd).st_size))
         sync_folder(out)
         for record in read_log(self.path):
-            self._count(record)
+            self._keep(record)
         self.nbytes = os.fstat(self.fd).st_size
 
     def step(self, record: Record) -> None:
@@ -94,15 +75,16 @@ class Log:
     @property
     def smoothed(self) -> tuple[float, float]:
         """Mean losses of the first and of the last tenth of the steps."""
-        losses = [record["loss"] for record in self.records if "loss" in record]
-        n = max(1, min(LAST, len(losses) // 10))
-        return (sum(losses[:n]) / n, sum(losses[-n:]) / n) if losses else (math.nan, math.nan)
+        n = max(1, min(LAST, len(self.steps) // 10))
+        mean = lambda steps: sum(record["loss"] for record in steps) / n
+        return (mean(self.steps[:n]), mean(self.steps[-n:])) if self.steps else (math.nan, math.nan)
 
     def left(self, step: int) -> float:
         """Seconds until the end, evaluations included."""
-        t, ends = self.totals, self.ends
-        each = (ends[-1] - ends[0]) / (len(ends) - 1) if len(ends) > 1 else t.seconds / max(1, t.steps)
-        return (self.total - step) * each + t.evaluating / max(1, t.evaluations) * max(0, self.expected - t.evaluations)
+        ends = self.ends
+        step_s = (ends[-1] - ends[0]) / (len(ends) - 1) if len(ends) > 1 else self.steps[-1]["step_time_s"]
+        eval_s = totalled(self.evals, "eval_time_s") / max(1, len(self.evals))
+        return (self.total - step) * step_s + eval_s * max(0, self.expected - len(self.evals))
 
     def sync(self) -> int:
         """Makes the log durable; returns its bytes."""
@@ -121,24 +103,23 @@ class Log:
     def draw(self, facts: page.Facts) -> None:
         """Writes report.html."""
         try:
-            replace_synced(self.path.with_name("report.html"), page.page(self.records, facts).encode())
+            replace_synced(self.path.with_name("report.html"), page.page([*self.steps, *self.evals], facts).encode())
         except OSError as error:
             self._warn(error)
 
     def line(self) -> str:
         """The last line of the run."""
-        t, evals = self.totals, [record["eval_loss"] for record in self.records if "eval_loss" in record]
-        parts = [f"done     {count(t.steps, 'step')}", duration(t.seconds)]
-        parts += [f"{count(t.evaluations, 'evaluation')} {duration(t.evaluating)}"] if evals else []
-        parts += ["loss {:.4g} -> {:.4g}".format(*self.smoothed)] if t.steps else []
-        parts += [f"eval {evals[0]:.4g} -> {evals[-1]:.4g}"] if evals else []
-        trained = f"{compact(t.trained)} trained of " if t.trained else ""
-        return ", ".join(
-            [*parts, f"{trained}{compact(t.tokens)} tokens, {compact(t.tokens / max(t.seconds, 1e-9))} tok/s"]
-        )
+        seconds, tokens, trained = (totalled(self.steps, key) for key in ("step_time_s", "tokens", "trained_tokens"))
+        parts = [f"done     {count(len(self.steps), 'step')}", duration(seconds)]
+        if self.evals:
+            parts.append(f"{count(len(self.evals), 'evaluation')} {duration(totalled(self.evals, 'eval_time_s'))}")
+        parts += ["loss {:.4g} -> {:.4g}".format(*self.smoothed)] if self.steps else []
+        parts += ["eval {:.4g} -> {:.4g}".format(*(self.evals[k]["eval_loss"] for k in (0, -1)))] if self.evals else []
+        of = f"{compact(trained)} trained of " if trained else ""
+        return ", ".join([*parts, f"{of}{compact(tokens)} tokens, {compact(tokens / max(seconds, 1e-9))} tok/s"])
 
     def _add(self, record: Record) -> None:
-        self._count(record)
+        self._keep(record)
         line = {key: str(v) if isinstance(v, float) and not math.isfinite(v) else v for key, v in record.items()}
         self.waiting += json.dumps(line).encode() + b"\n"
         self._flush()
@@ -149,9 +130,9 @@ class Log:
                 self.trackers.remove(tracker)
                 warn_of_tracker(error)
 
-    def _count(self, record: Record) -> None:
-        self.totals.add(record)
-        self.records.append({key: record[key] for key in page.DRAWN if key in record})
+    def _keep(self, record: Record) -> None:
+        kept = {key: record[key] for key in KEPT if key in record}
+        (self.steps if "loss" in record else self.evals).append(kept)
 
     def _flush(self) -> None:
         """Writes what waits; a torn line is cut off again."""
@@ -170,6 +151,11 @@ class Log:
         if not self.warned:
             screen.warn(f"the log in {self.path.parent} cannot be written ({error.strerror}); training continues")
             self.warned = True
+
+
+def totalled(records: Iterable[Record], key: str) -> float:
+    """The sum of one number over records."""
+    return sum(record.get(key, 0) for record in records)
 
 
 def read_log(path: Path) -> Iterator[Record]:
@@ -216,11 +202,15 @@ def perplexity(loss: float) -> str:
 @contextmanager
 def trackers(o: Options, id: str) -> Iterator[list[Tracker]]:
     """A context with the trackers of --log, started before anything takes time. `id`: of the run. Raises InputError."""
-    started = list[Tracker]()
+    started, starts = list[Tracker](), {"tensorboard": _tensorboard, "wandb": _wandb}
     try:
-        for name, start in (("tensorboard", _tensorboard), ("wandb", _wandb)):
-            if name in o.log:
-                started.append(_started(name, start, o, id))
+        for name in (name for name in starts if name in o.log):
+            try:
+                started.append(starts[name](o, id))
+            except Exception as error:
+                absent, first = isinstance(error, ImportError), (str(error).strip() or repr(error)).splitlines()[0]
+                why, way = (f"{name} is not installed", f"pip install {name}") if absent else (first, HOW)
+                raise InputError(f"--log {name}: {why.rstrip('.')}. {way}, or leave it out.") from None
         yield started
     finally:
         for _, close in started:
@@ -228,17 +218,6 @@ def trackers(o: Options, id: str) -> Iterator[list[Tracker]]:
                 close()
             except Exception as error:
                 warn_of_tracker(error)
-
-
-def _started(name: str, start: Callable[[Options, str], Tracker], o: Options, id: str) -> Tracker:
-    try:
-        return start(o, id)
-    except ImportError:
-        raise InputError(f"--log {name}: it is not installed. pip install {name}, or leave it out.") from None
-    except Exception as error:
-        why = (str(error).strip().splitlines() or [type(error).__name__])[0].rstrip(".")
-        way = "Log in with `wandb login`, or set WANDB_MODE=offline" if name == "wandb" else "Fix that"
-        raise InputError(f"--log {name}: {why}. {way}, or leave it out.") from None
 
 
 def warn_of_tracker(error: Exception) -> None:
@@ -249,11 +228,11 @@ def _tensorboard(o: Options, _: str) -> Tracker:
     from torch.utils.tensorboard import SummaryWriter  # late: optional
 
     writer = SummaryWriter(str(Path(o.out) / "tensorboard"))
-    numbers = lambda record: ((k, v) for k, v in record.items() if isinstance(v, (int, float)) and k != "step")
 
     def add(record: Record) -> None:
-        for name, value in numbers(record):
-            writer.add_scalar(name, value, record["step"])
+        for name, value in record.items():
+            if isinstance(value, (int, float)) and name != "step":
+                writer.add_scalar(name, value, record["step"])
 
     return add, writer.close
 
@@ -261,7 +240,6 @@ def _tensorboard(o: Options, _: str) -> Tracker:
 def _wandb(o: Options, id: str) -> Tracker:
     import wandb  # late: optional
 
-    run = wandb.init(
-        project="trireme", name=Path(o.out).name, id=id, resume="allow", dir=o.out, config=config_file.saved(o)
-    )
+    values = config_file.saved(o)
+    run = wandb.init(project="trireme", name=Path(o.out).name, id=id, resume="allow", dir=o.out, config=values)
     return lambda record: run.log(record, step=record["step"]), run.finish

@@ -21,11 +21,10 @@ from trireme.engine.data.dataset import Dataset, MicroBatch, parse_val
 from trireme.engine.data.find import find
 from trireme.engine.data.taught import is_scores, read_names, taught_by
 from trireme.engine.hosts.group import here
-from trireme.engine.hosts.host_snapshots import RunSnapshot
 from trireme.engine.optimizer import StepStats, learning_rate
 from trireme.engine.plan import DoesNotFit
 from trireme.engine.planner.advice import Row, elsewhere
-from trireme.engine.planner.clock import Part, Watch
+from trireme.engine.planner.clock import Part
 from trireme.engine.planner.correct import at_work, batch_of, corrected, until_its_end
 from trireme.engine.planner.host import computed_by, memory_in_use
 from trireme.engine.planner.lines import machine_lines, ready_line, took_line
@@ -62,10 +61,6 @@ class Interrupted(Exception):
     """The run was asked to stop, and is saved."""
 
 
-class Diverged(InputError):
-    """The loss or the gradient norm is not finite."""
-
-
 def run(options: Options) -> int:
     """The command. Returns the exit code."""
     try:
@@ -83,8 +78,8 @@ def run(options: Options) -> int:
     return 0
 
 
-def train(options: Options, more: Sequence[Tracker] = ()) -> Path:
-    """Trains, or plans if it is a dry run; returns the output folder. `more`: trackers besides those of --log.
+def train(options: Options, others: Sequence[Tracker] = ()) -> Path:
+    """Trains, or plans if it is a dry run; returns the output folder. `others`: trackers besides those of --log.
 
     Raises InputError, CheckpointError, DoesNotFit, StoreError, LostHost, Interrupted.
     """
@@ -99,7 +94,7 @@ def train(options: Options, more: Sequence[Tracker] = ()) -> Path:
         return out
     with folder.reopened(options) if options.resume else folder.new(options) as place:
         with screen.clock().at("headers"):
-            begun, common = snapshot_of(place, options) if options.resume else (None, None)
+            begun = snapshot_of(place, options) if options.resume else None
         if options.dry_run:
             prepared(options, begun)
             return out
@@ -111,7 +106,7 @@ def train(options: Options, more: Sequence[Tracker] = ()) -> Path:
             place.write_config(job.options)
             job = with_teacher(job, place, begun)
             screen.forgive()
-            Run(job, place, begun, [*more, *own], lines, common).go()
+            Run(Training(job, place, begun), [*others, *own], lines).go()
     if options.push and not here().host:
         upload(out, options.push)
     return out
@@ -120,8 +115,7 @@ def train(options: Options, more: Sequence[Tracker] = ()) -> Path:
 def check_paths(o: Options) -> None:
     """Looks at the paths that a run is given, before anything is downloaded or read for long. Raises InputError."""
     check_named(o)
-    local = {"--tokenizer": o.tokenizer, "--adapter": o.adapter, "--plan": o.plan}
-    for name, path in local.items():
+    for name, path in {"--tokenizer": o.tokenizer, "--adapter": o.adapter, "--plan": o.plan}.items():
         if path and not Path(path).exists():
             raise InputError(f"{name} {path}: there is no such file or folder.")
     for text in o.data:
@@ -137,18 +131,20 @@ def check_paths(o: Options) -> None:
 
 def check_checkpoint(path: Path) -> None:
     """Raises InputError for what is likely meant otherwise than as a checkpoint."""
-    if path.is_file():
-        raise InputError(f"{path} is a file. Give the folder of a checkpoint: config.json, .safetensors.")
-    if not path.is_dir():
-        there = [each.name for each in path.absolute().parent.glob("*") if each.is_dir()]
-        near = difflib.get_close_matches(path.name, there, 1)
-        way = f"Did you mean {path.with_name(near[0])}?" if near else "Give the folder of a Hugging Face checkpoint."
-        raise InputError(f"there is no folder {path}. {way}")
-    if snapshots := sorted(path.glob("snapshots/*")) if path.name.startswith("models--") else []:
-        raise InputError(f"{path} is a cache of the hub. Give the snapshot in it: {quoted(snapshots[-1])}.")
-    weights = {each.suffix for each in path.iterdir()}
-    if ".gguf" in weights and ".safetensors" not in weights:
-        raise InputError(f"{path} holds GGUF, which cannot be trained. Take the safetensors of the same model.")
+    what, way = "is not a folder", "Give the folder of a checkpoint: config.json, .safetensors."
+    if path.is_dir():
+        suffixes, snapshots = {each.suffix for each in path.iterdir()}, sorted(path.glob("snapshots/*"))
+        if snapshots and path.name.startswith("models--"):
+            what, way = "is a cache of the hub", f"Give the snapshot in it: {quoted(snapshots[-1])}."
+        elif ".gguf" in suffixes and ".safetensors" not in suffixes:
+            what, way = "holds GGUF, which cannot be trained", "Take the safetensors of the same model."
+        else:
+            return
+    elif path.is_file():
+        what = "is a file"
+    elif near := difflib.get_close_matches(path.name, [each.name for each in path.absolute().parent.glob("*/")], 1):
+        way = f"Did you mean {path.with_name(near[0])}?"
+    raise InputError(f"{path} {what}. {way}")
 
 
 def dry_run(o: Options) -> None:
@@ -175,16 +171,16 @@ def dry_run(o: Options) -> None:
 def prepared(o: Options, begun: Snapshot | None) -> tuple[Job, list[str]]:
     """The job, and the lines of its report, which it prints. If it does not fit, the error offers what would."""
     try:
-        job, lines = make(o, begun), list[str]()
+        job = make(o, begun)
         if begun:
             for line in config_file.changes(job.options, begun.options):
                 screen.say(f"changed  {line} at step {begun.progress.step:,}")
             if begun.computed_by != (now := computed_by(job.device)):
                 screen.say(f"changed  {now}, was {begun.computed_by}: it may round differently")
         with screen.clock().at("plan"):
-            for line in report.lines(job):
-                screen.say(line)
-                lines.append(line)
+            lines = list(report.lines(job))
+        for line in lines:
+            screen.say(line)
         if not (begun or o.assume or o.dry_run):
             check_room(job)
         return job, lines
@@ -196,7 +192,7 @@ def with_teacher(job: Job, place: Folder, begun: Snapshot | None) -> Job:
     """The job with the teacher's rows in its data; a checkpoint scores the data first, into .run/teacher. A pass that
     was killed goes on. Raises InputError, CheckpointError, DoesNotFit, StoreError.
     """
-    teacher, teaching, key = job.options.teacher, job.cfg.teaching, begun.fixed.teacher if begun else ""
+    teacher, teaching = job.options.teacher, job.cfg.teaching
     if not teacher or teaching is None:
         return job
     scores, held = Path(teacher), job.data.held_out
@@ -208,11 +204,11 @@ def with_teacher(job: Job, place: Folder, begun: Snapshot | None) -> Job:
             scores = place.run / "teacher"
             score.write(scores, Path(teacher), sources, teaching.k, job.cfg.vocab, job.options)
         names = read_names(scores)
-        score_of = lambda data: taught_by(names, data, job.cfg.vocab)
-        taught: Mapping[str, Dataset] = {name: replace(data, teacher=score_of(data)) for name, data in sources.items()}
+        taught: Mapping[str, Dataset] = {
+            name: replace(data, teacher=taught_by(names, data, job.cfg.vocab)) for name, data in sources.items()
+        }
     data = taught["train"]
-    assert data.teacher is not None
-    if key and data.teacher.key != key:
+    if begun and data.teacher and begun.fixed.teacher not in ("", data.teacher.key):
         changed = f"the teacher {teacher} is not what the run began with"
         raise InputError(f"--resume {job.out}: {changed}. Restore it, or start again.")
     return replace(job, read=replace(data, held_out=taught.get("val")))
@@ -232,29 +228,19 @@ def upload(out: Path, name: str) -> None:
 class Run:
     """The loop over the steps of a run."""
 
-    def __init__(
-        self,
-        job: Job,
-        place: Folder,
-        begun: Snapshot | None,
-        more: Sequence[Tracker],
-        lines: Sequence[str],
-        common: RunSnapshot | None = None,
-    ):
-        """`more`: trackers. `lines`: the report, for report.html. `common`: as of Training."""
-        self.training, self.place, self.lines = Training(job, place, begun, common), place, lines
-        self.done = self.training.progress
-        self.log = Log(
-            place.run if here().host else job.out, job.total_steps, job.work.evaluations, self.done.log, more
-        )
-        self.stop = Stop(job.total_steps, lambda: self.training.last_snapshot, here().hosts == 1)
+    def __init__(self, training: Training, others: Sequence[Tracker], lines: Sequence[str]):
+        """`others`: trackers. `lines`: the report, for report.html."""
+        job, self.training, self.place, self.lines = training.job, training, training.folder, lines
+        self.done = training.progress
+        out = self.place.run if here().host else job.out
+        self.log = Log(out, job.total_steps, job.work.evaluations, self.done.log, others)
+        self.stop = Stop(job.total_steps, lambda: training.last_snapshot, here().hosts == 1)
         self.saved = self.exported = self.evaluated = time.monotonic()
         self.bound = ""  # busiest queue of the last traced step
         short = job.on_gpu and job.forecast.step.step_s < SHORT
         self.warm = self.done.step + (SETTLED if short else WARM)
         self.step_s = job.forecast.step.step_s if job.on_gpu else None  # of the last step
         self.first_s = 0.0  # of the first step
-        self.watch: Watch | None = None  # once warm
         self.estimated = dict[Part, float]()
 
     @property
@@ -262,10 +248,9 @@ class Run:
         return self.training.job
 
     def go(self) -> None:
-        """Raises Interrupted, Diverged, StoreError, LostHost."""
+        """Raises Interrupted, InputError, StoreError, LostHost."""
         if self.job.on_gpu:
-            spent = screen.clock().with_spent(report.estimate(self.job, self.done.step))
-            self.estimated = spent
+            self.estimated = screen.clock().with_spent(report.estimate(self.job, self.done.step))
         with ExitStack() as stack:
             stack.enter_context(in_use(self.job.launches))
             stack.callback(self.log.close)
@@ -277,60 +262,62 @@ class Run:
                 with stop_signals(self.stop.ask, self.stop.insist), closing(Ahead(self.batch)) as ahead:
                     self.steps(ahead)
                     self.end()
-            except Interrupted:
-                raise
             except BaseException as error:
-                here().failed(error)  # before cleanup that waits for other hosts
+                if not isinstance(error, Interrupted):
+                    here().failed(error)  # before cleanup that waits for other hosts
                 raise
 
     def load(self) -> None:
         """Loads the engine. A signal takes effect between two pieces, when no request to a drive is in flight."""
-        asked, training, done = list[int](), self.training, self.done
+        asked, training, begun = list[int](), self.training, self.training.begun
 
         def ask(number: int) -> None:
             asked.append(number)
             screen.urgent(f"\n  leaving{if_again(number)}")
 
         stopped = lambda: bool(asked)
-        lost = training.begun is not None and here().first(  # host 0 alone has them
-            not here().host and not self.place.holds_best(done, training.again)
+        lost = begun is not None and here().first(  # host 0 alone has them
+            not here().host and not self.place.holds_best(self.done, training.again)
         )
+        if lost and self.done.best_step != self.done.step:
+            self.lose_best()
         with stop_signals(ask, lambda: screen.urgent("\nexited immediately")):
             training.build(stopped)
-            if not training.begun:
+            if not begun:
                 training.load_checkpoint(stopped)
             with_reference(training, stopped)
-            if training.begun:
+            if begun:
                 training.load_snapshot(stopped)
         if asked:
             raise KeyboardInterrupt
-        if training.common:
+        if self.place.common:
             training.save_share(self.log.sync)
         if self.job.data.teacher:
             training.fixed = replace(training.fixed, teacher=self.job.data.teacher.key)
-        if training.begun:
-            screen.say(f"resumed at step {done.step:,}")
-        if lost and done.best_step == done.step and here().hosts == 1:
-            screen.warn(
-                f"the best weights, of step {done.step:,}, are lost or changed: written again from the snapshot"
-            )
-            training.keep_best()
-        elif lost:
-            screen.warn(
-                f"the best weights, of step {done.best_step:,}, are lost or changed: the output will be the last"
-            )
-            done.best = done.best_step = None
-        if done.step and done.step < self.job.total_steps:
+        if begun:
+            screen.say(f"resumed at step {self.done.step:,}")
+            if lost and self.done.best_step is not None:
+                screen.warn("the best weights are lost or changed: they are written again from the snapshot")
+                training.keep_best()
             self.warn_of_rate()
+
+    def lose_best(self) -> None:
+        """Goes on without the best weights. Raises InputError if they may become the output."""
+        path, o = self.place.best(self.done.best_step), self.job.options
+        what = f"the best weights, in {path}, are lost or changed"
+        if o.export == "best":
+            way = "Restore them from a copy, or let the last weights be the output: --export last"
+            raise InputError(f"--resume {o.out}: {what}. {way}.")
+        screen.warn(f"{what}: OUT/best will be of a later evaluation")
+        self.done.best = self.done.best_step = None
 
     def warn_of_rate(self) -> None:
         """Warns if the learning rate rises where a longer run goes on."""
-        before = [record["learning_rate"] for record in self.log.records if "learning_rate" in record]
-        now = self.rate(self.done.step + 1)
-        if before and now > 1.001 * before[-1] and self.done.step > self.job.options.warmup_steps(self.job.total_steps):
-            screen.warn(
-                f"the learning rate rises from {before[-1]:.1e} to {now:.1e}: the schedule is of the longer run"
-            )
+        step, total = self.done.step, self.job.total_steps
+        before = self.log.steps[-1]["learning_rate"] if self.log.steps else math.inf
+        now = self.rate(step + 1)
+        if self.job.options.warmup_steps(total) < step < total and now > 1.001 * before:
+            screen.warn(f"the learning rate rises from {before:.1e} to {now:.1e}: the schedule is of the longer run")
 
     def rate(self, step: int) -> float:
         o, total = self.job.options, self.job.total_steps
@@ -390,16 +377,18 @@ class Run:
             record["accuracy"] = round(sum(group.values(float(correct))) / weight, 6)
         with training.watched("log"):
             self.log.step(record)
-        self.pace(spans, micro, seconds * job.work.tokens / max(1, tokens))
+        self.first_s = self.first_s or seconds
+        if number == self.warm or (spans and job.on_gpu and job.plan.uses("ssd")):
+            self.correct(spans, micro, seconds * job.work.tokens / max(1, tokens))
 
     def diverged(self, step: int, stats: StepStats) -> None:
-        """Drops the gradients. Updates made during backward stay; only a snapshot undoes them. Raises Diverged."""
+        """Drops the gradients. Updates made during backward stay; only a snapshot undoes them. Raises InputError."""
         training = self.training
         training.engine.gradients.discard()
         training.write_best()
         figures = f"loss {stats.loss:g}, gradient norm {stats.grad_norm:g}"
         way = "Lower --lr, or look at the data of this step."
-        raise Diverged(f"step {step:,}: {figures}. Nothing of this step was saved. {training.last_snapshot}. {way}")
+        raise InputError(f"step {step:,}: {figures}. Nothing of this step was saved. {training.last_snapshot}. {way}")
 
     def batch(self, step: int) -> list[InRam]:
         """The micro-batches of a step, from 0. Runs in another thread."""
@@ -453,39 +442,31 @@ class Run:
             screen.say("queues   " + ", ".join(f"{queue} {s:.3f} s" for queue, s in busy.items()))
         return spans
 
-    # ------------------------------------------------------------ how fast steps are
-
-    def pace(self, spans: Sequence[Span], micro: Sequence[Inputs], seconds: float) -> None:
-        """Corrects the estimate by the warm step, and says how long the rest takes. `seconds`: of a usual step."""
-        job, done = self.job, self.done
-        self.first_s = self.first_s or seconds
-        if done.step == self.warm:
-            self.warmed_up(spans, micro, seconds)
-        elif self.watch and self.watch.differs(seconds):
-            left = (job.total_steps - done.step) * self.watch.step_s
-            before, now = self.watch.before, self.watch.step_s
-            screen.say(f"speed    {now:.3g} s a step for minutes, {before:.3g} s before; about {duration(left)} to go")
-        if self.watch and self.watch.held and job.forecast.step.busy["ssd"] > BUSY * job.forecast.step.step_s:
-            note_drives(job.machine.rates, folder.stores(job.options))
-
-    def warmed_up(self, spans: Sequence[Span], micro: Sequence[Inputs], seconds: float) -> None:
-        job, left, clock = self.job, self.job.total_steps - self.done.step, screen.clock()
+    def correct(self, spans: Sequence[Span], micro: Sequence[Inputs], seconds: float) -> None:
+        """Corrects the rates by a traced step, which took `seconds` for usual tokens: those of drives for later runs,
+        and, after the warm step, the estimate of this one.
+        """
+        job, clock, left = self.job, screen.clock(), self.job.total_steps - self.done.step
         with clock.at("plan"):
             predicted = predict(job.cfg, job.plan, job.machine.rates, batch_of(micro))
             rates = corrected(job.machine.rates, predicted, spans, seconds)
+        if self.done.step != self.warm:
+            if predicted.busy["ssd"] > BUSY * predicted.step_s:
+                note_drives(rates, folder.stores(job.options))
+            return
+        with clock.at("plan"):
             job = self.training.job = replace(job, machine=replace(job.machine, rates=rates))
             after = report.estimate(job, self.done.step, measured=True)
             movable = job.on_gpu and left and not job.options.plan and job.plan.hosts == 1
             choice = elsewhere(job.forecast, left) if movable else None
-        usual = job.forecast.step.step_s
-        self.watch = Watch(usual)
         if job.on_gpu:
+            usual = job.forecast.step.step_s
             beyond = max(0.0, self.first_s - usual) + max(0.0, seconds - usual)  # the second has the first updates
             clock.move(beyond, "steps", "compile")
         self.estimated = self.estimated or clock.with_spent(after)
         if left:
-            told = f"predicted {predicted.step_s:.3g} s a step, measured {seconds:.3g} s; " if job.on_gpu else ""
-            screen.say(f"ready    {told}{count(left, 'more step')} in {duration(after['steps'])}; {ready_line(after)}")
+            speed = f"predicted {predicted.step_s:.3g} s a step, measured {seconds:.3g} s; " if job.on_gpu else ""
+            screen.say(f"ready    {speed}{count(left, 'more step')} in {duration(after['steps'])}; {ready_line(after)}")
         if choice:
             way = f"interrupt the run, then: trireme --resume {quoted(job.out)}"
             screen.say(f"plan     another placement would take {choice.step.step_s:.3g} s a step: {way}")
@@ -510,22 +491,17 @@ class Run:
         with self.training.watched("log"):
             self.log.eval(record)
         lowest = min((x for x in (done.start, done.best) if x is not None), default=math.inf)
-        done.worse = 0 if loss < lowest else done.worse + 1
+        done.worse, note = 0 if loss < lowest else done.worse + 1, ""
         if not done.step:
             done.start = loss
-        elif loss < (math.inf if done.best is None else done.best):
-            done.best, done.best_step = loss, done.step
-            self.training.keep_best()
+        else:
+            if loss < (math.inf if done.best is None else done.best):
+                done.best, done.best_step = loss, done.step
+                self.training.keep_best()
+            above = done.start is not None and not loss < done.start
+            best = " (best)" if done.best_step == done.step else f" (best {done.best:.4f})"
+            note = f" (before training {done.start:.4f})" if above else best
         self.evaluated, done.evaluated = time.monotonic(), done.step
-        above = done.start is not None and not loss < done.start
-        note = (
-            " (best)"
-            if done.best_step == done.step and not above
-            else f" (before training {done.start:.4f})"
-            if above
-            else ""
-        )
-        note = "" if not done.step else note or f" (best {done.best:.4f})"
         shown = record if done.step or not job.preference else {"eval_loss": loss}  # pairs are ties before training
         text = f"  {record['sample']!r}" if samples else ""
         screen.say(f"step {done.step:>{len(f'{job.total_steps:,}')},}  {eval_line(shown, note)}{text}")
@@ -568,7 +544,8 @@ class Run:
         with training.watched("samples"):
             samples = self.evaluator.samples(job.data.held_out or job.data, job.opened.codec, 0 if best else 3, stopped)
         for prompt, text, ended in samples:
-            screen.say(f"sample   {shortened(prompt)!r} -> {text!r}{'' if ended else ' ...'}")
+            shortened = prompt if len(prompt) <= 80 else f"...{prompt[-80:]}"
+            screen.say(f"sample   {shortened!r} -> {text!r}{'' if ended else ' ...'}")
         aside = None if best or is_last else done.best_step
         with screen.clock().at("close"), training.watched("close"):
             training.close()
@@ -583,39 +560,31 @@ class Run:
 
     def warn_of_worse(self, best: bool) -> None:
         """Warns if the run has diverged, or its output is not better than the model before training."""
-        first, last = self.log.smoothed
+        (first, last), start = self.log.smoothed, self.done.start
         if self.log.diverges and not last < first:
             screen.warn(f"the run has diverged, loss {first:.4g} -> {last:.4g}: the output is of no use. Lower --lr")
-        losses = [record["eval_loss"] for record in self.log.records if "eval_loss" in record]
-        loss = self.done.best if best else losses[-1] if losses else None
-        if self.done.start is not None and loss is not None and not loss < self.done.start:
-            figures = f"eval_loss {loss:.4f}, before training {self.done.start:.4f}"
+        loss = self.done.best if best else self.log.evals[-1]["eval_loss"] if self.log.evals else None
+        if start is not None and loss is not None and not loss < start:
+            figures = f"eval_loss {loss:.4f}, before training {start:.4f}"
             screen.warn(f"on --val the output is not better than the model before training: {figures}. Lower --lr")
 
     def about_output(self, aside: int | None) -> list[str]:
         """What the run has made, and what to do with it."""
         o, out, job, done = self.job.options, quoted(self.job.out), self.job, self.done
         names = sorted(path.name + "/" * path.is_dir() for path in job.out.iterdir() if not path.name.startswith("."))
-        told = [f"output   {out}: {', '.join(names)}; written, read back, compared"]
+        lines = [f"output   {out}: {', '.join(names)}; written, read back, compared"]
         if aside is not None:
             which = f"eval_loss {done.best:.4f} at step {aside:,}"
-            told.append(f"best     {out}/best: {which}; to be the output: --export best")
+            lines.append(f"best     {out}/best: {which}; to be the output: --export best")
         chats = job.opened.codec is not None and job.opened.codec.facts.template is not None
         how = f"sample {out} --chat" if chats else f"sample {out} --prompt TEXT"
-        told.append(f"try it   trireme {f'score {out} --data FILE --out DIR' if job.cfg.scores else how}")
+        lines.append(f"try it   trireme {f'score {out} --data FILE --out DIR' if job.cfg.scores else how}")
         whole = out if not job.cfg.lora else f"{out}/merged" if o.merge else ""
         if whole:
-            told.append(
-                f'use it   {job.cfg.opener}.from_pretrained("{whole}"); llama.cpp: convert_hf_to_gguf.py {whole}'
-            )
+            use = f'{job.cfg.opener}.from_pretrained("{whole}"); llama.cpp: convert_hf_to_gguf.py {whole}'
         else:
-            told.append(f"use it   trireme merge {out} --out DIR; or as an adapter of peft for {hub.opens(o.model)}")
-        return [*told, f"again    trireme --config {out}/config.yaml"]
-
-
-def shortened(text: str, most: int = 80) -> str:
-    """The end of a prompt."""
-    return text if len(text) <= most else f"...{text[-most:]}"
+            use = f"trireme merge {out} --out DIR; or as an adapter of peft for {hub.opens(o.model)}"
+        return [*lines, f"use it   {use}", f"again    trireme --config {out}/config.yaml"]
 
 
 def load_record(load: Load | None) -> Record:

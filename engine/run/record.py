@@ -1,78 +1,49 @@
-"""Records on disk: a dataclass as JSON, written atomically, read with its types checked; and the records of a run."""
+"""Records on disk: a dataclass as JSON with a checksum, written atomically; and the records of a run."""
 
 from __future__ import annotations
 
-import json
 import math
-import types
 from dataclasses import asdict, dataclass, field, is_dataclass, replace
 from pathlib import Path
-from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, TypeVar, get_type_hints
 
 from trireme.engine.plan import Plan
 from trireme.models.config import InputError
 from trireme.storage.files import replace_synced
-from trireme.storage.untrusted import checksum
+from trireme.storage.untrusted import seal, unseal
 
+FORMAT = 1
 T = TypeVar("T")
 
 
 def write(path: Path, record: Any) -> None:
-    """Writes a record durably, with its checksum."""
-    content = json.dumps(asdict(record))
-    replace_synced(path, f'{{"xxh3": "{checksum([content.encode()])}", "record": {content}}}\n'.encode())
+    """Writes a record durably, with its checksum. Raises StoreError."""
+    replace_synced(path, seal(FORMAT, asdict(record)))
 
 
 def read(path: Path, cls: type[T]) -> T | None:
     """The record in a file; None if there is none, it is damaged, or not one of this version."""
     try:
-        content = json.loads(path.read_bytes())
-        sound = checksum([json.dumps(content["record"]).encode()]) == content["xxh3"]
-        return of(cls, content["record"], path.name) if sound else None
-    except (OSError, ValueError, KeyError, TypeError, RecursionError, InputError):
+        return of(cls, unseal(path.read_bytes(), FORMAT, path.name), path.name)
+    except (OSError, ValueError, InputError):
         return None
 
 
-def of(cls: type[T], value: Any, where: str) -> T:
-    """A value of JSON as a dataclass. Unknown keys are dropped, absent ones have their defaults. Raises InputError."""
-    return _as(cls, value, where)
-
-
-def _as(cls: Any, value: Any, where: str) -> Any:
-    origin, args = get_origin(cls), get_args(cls)
-    if cls is Any:
-        return value
-    if cls is Plan:
-        return Plan.of(value)
-    if is_dataclass(cls) and isinstance(value, dict):
-        hints = get_type_hints(cls)
-        known = {name: _as(hints[name], v, f"{where}.{name}") for name, v in value.items() if name in hints}
-        try:
-            return cls(**known)  # type: ignore[operator]
-        except TypeError as error:
-            raise InputError(f"{where}: {error}") from None
-    if origin in (Union, types.UnionType):
-        fitting = [arg for arg in args if _fits(arg, value)]
-        return _as(fitting[0], value, where) if fitting else _refuse(where, value)
-    if origin is dict and isinstance(value, dict):
-        return {key: _as(args[1], v, f"{where}.{key}") for key, v in value.items()}
-    if origin is list and isinstance(value, list):
-        return [_as(args[0], v, where) for v in value]
-    if cls is float and type(value) is int:
-        return float(value)
-    return value if origin is None and type(value) is cls else _refuse(where, value)
-
-
-def _fits(cls: Any, value: Any) -> bool:
+def of(cls: type[T], fields: dict[str, Any], where: str) -> T:
+    """A dataclass from the JSON of its `asdict`, whose checksum was compared. Unknown keys are dropped, absent ones
+    have their defaults. Raises InputError if one has none.
+    """
+    hints: dict[str, Any] = get_type_hints(cls)
+    known = {name: value for name, value in fields.items() if name in hints}
+    for name in known:
+        if hints[name] is Plan:
+            known[name] = Plan.of(known[name])
+        elif is_dataclass(hints[name]):
+            known[name] = of(hints[name], known[name], where)
     try:
-        _as(cls, value, "")
-    except InputError:
-        return False
-    return True
-
-
-def _refuse(where: str, value: Any) -> Any:
-    raise InputError(f"{where} is {json.dumps(value)[:60]}, which this version does not read.")
+        return cls(**known)
+    except TypeError as error:
+        raise InputError(f"{where} is of another version of trireme ({error}). Start again.") from None
 
 
 # ---------------------------------------------------------------- of a run

@@ -35,7 +35,7 @@ class Stop:
         self.asked = False
         self.last = total  # last step to do
         self.begun = 0
-        self.how = ""
+        self.how = "asked to stop:"
 
     @property
     def leaving(self) -> bool:
@@ -48,23 +48,23 @@ class Stop:
 
     def ask(self, number: int) -> None:
         """Handles the first signal."""
-        self.how = "^C " if number == signal.SIGINT else "asked to stop:"
+        if number == signal.SIGINT:
+            self.how = "^C "
         self.asked = True
-        if self.alone:
-            self.hear(True)
+        self.hear(self.alone)
         screen.urgent(f"\n  finishing step {self.begun:,} and saving{if_again(number)}")
 
     def hear(self, asked: bool) -> None:
         """To be called with whether any host was asked to stop."""
         if asked:
-            self.last, self.how = self.begun, self.how or "asked to stop:"
+            self.last = self.begun
 
     def insist(self) -> None:
         """Handles the second signal."""
         screen.urgent(f"\nexited immediately. {self.last_snapshot()}")
 
 
-class _Asked:
+class Handler:
     """A handler of STOPS, and the signals that it has had."""
 
     def __init__(self, first: Callable[[int], None], second: Callable[[], None]):
@@ -72,13 +72,15 @@ class _Asked:
 
     def __call__(self, number: int, _: FrameType | None) -> None:
         self.signals.append(number)
-        if sum(n not in NOTICES for n in self.signals) > 1 and number not in NOTICES:
-            self.second()
-            os._exit(LEFT)
         if len(self.signals) == 1:
             self.first(number)
-        elif number not in NOTICES:
+        elif number in NOTICES:
+            return
+        elif sum(n not in NOTICES for n in self.signals) == 1:
             screen.urgent("\n  already stopping; again: exit immediately")
+        else:
+            self.second()
+            os._exit(LEFT)
 
 
 @contextmanager
@@ -92,15 +94,15 @@ def stop_signals(first: Callable[[int], None], second: Callable[[], None]) -> It
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    asked = _Asked(first, second)
-    before = {n: signal.signal(n, asked) for n in STOPS if signal.getsignal(n) != signal.SIG_IGN}
+    handler = Handler(first, second)
+    before = {n: signal.signal(n, handler) for n in STOPS if signal.getsignal(n) != signal.SIG_IGN}
     try:
         yield
     finally:
-        for outer in {handler for handler in before.values() if isinstance(handler, _Asked)}:
-            outer.signals += asked.signals
-        for n, handler in before.items():
-            signal.signal(n, handler)
+        for outer in {former for former in before.values() if isinstance(former, Handler)}:
+            outer.signals += handler.signals
+        for n, former in before.items():
+            signal.signal(n, former)
 
 
 def end_at_signals(code: int) -> None:

@@ -18,17 +18,17 @@ from trireme.engine.build import Engine, InRam, build, shares
 from trireme.engine.exchange import LARGEST_F16, Exchange, Kept
 from trireme.engine.hosts.gather import masters
 from trireme.engine.hosts.group import here
-from trireme.engine.hosts.host_snapshots import HostSnapshot, RunSnapshot, last_common, load_share, readable
+from trireme.engine.hosts.host_snapshots import HostSnapshot, last_common, load_share, readable
 from trireme.engine.planner.host import computed_by, hold_to
 from trireme.engine.planner.machine import drive_speeds, note_pinned
 from trireme.engine.queues.real import RealQueues
 from trireme.engine.queues.watchdog import leave, patience, watched
 from trireme.engine.run import config_file, record, screen
 from trireme.engine.run.after import hub
-from trireme.engine.run.folder import KNOWN, Folder, discard, stores_by_host
+from trireme.engine.run.folder import KNOWN, Folder, Save, discard, stores_by_host
 from trireme.engine.run.job import Job
 from trireme.engine.run.options import Options
-from trireme.engine.run.record import Fixed, Progress, Snapshot, State
+from trireme.engine.run.record import Progress, Snapshot, State
 from trireme.engine.tuning.adapters import WEIGHTS, save_adapter
 from trireme.engine.tuning.base import CheckpointBase, check_unchanged, stamps
 from trireme.engine.tuning.cached import Cached
@@ -42,66 +42,61 @@ from trireme.storage import folders
 from trireme.storage.auxiliary import CONTENT, TEMPLATE
 from trireme.storage.files import NoSnapshot, StoreError, remove_folders, replace_synced, stream
 from trireme.storage.shards import DAMAGED, Damaged
-from trireme.storage.snapshots import NO_WAY_BACK
+from trireme.storage.snapshots import way_back
 from trireme.storage.store import Store
 from trireme.storage.untrusted import checksum, quoted
 
 Stopped = Callable[[], bool]
 
 
-def snapshot_of(folder: Folder, options: Options) -> tuple[Snapshot | None, RunSnapshot | None]:
-    """Opens the store of a resumed run at the last snapshot that all hosts have; None before the first. Also that of
-    all hosts, if the run had another number of them. Raises StoreError, InputError.
+def snapshot_of(folder: Folder, options: Options) -> Snapshot | None:
+    """Opens the store of a resumed run at the last snapshot that all hosts have; None before the first. That of another
+    number of hosts is folder.common. Raises StoreError, InputError.
     """
-    _open_store(folder, options.keep)
     group, run = here(), folder.state.id
+    lost = next((path for path in folder.stores if not (path / folders.IDENTITY).exists()), None)
+    if lost is not None and folder.state.started:
+        raise InputError(
+            f"--resume {folder.out}: its store is not in {lost}. Is its drive mounted? If it has moved: --store DIR. "
+            f"If it is lost, remove {quoted(folder.out)} and start again."
+        )
+    with suppress(NoSnapshot):
+        if lost is None:
+            folder.store = Store.open(folder.stores, options.keep, say=screen.warn, run=run)
     every = [HostSnapshot(group.host, folder.stores, each) for each in folder.store.snapshots] if folder.store else []
     for host, dirs in stores_by_host(options).items():
         every += readable(host, dirs, run) if host != group.host else []
     common = last_common(group, every, folder.state.started, folder.out)
     own = common.by_host.get(group.host) if common else None
-    if folder.store and own is None:  # of a moment that not all had
+    if folder.store and own:
+        folder.store.go_back(own.snapshot.sequence)
+    elif folder.store:  # of a moment that not all had
         folder.store.remove()
         folder.store = None
     if common is None:
         screen.say("no snapshot yet: starts from the beginning")
-        return None, None
-    if folder.store and own:
-        folder.store.go_back(own.snapshot.sequence)
-    source = (own or common.by_host[0]).snapshot.extra
-    snapshot = record.of(Snapshot, source, f"--resume {folder.out}: its snapshot")
+        return None
+    extra = (own or common.by_host[0]).snapshot.extra
+    snapshot = record.of(Snapshot, extra, f"--resume {folder.out}: its snapshot")
     if common.key.hosts == group.hosts:
-        return snapshot, None
+        return snapshot
+    folder.common = common
     progress = snapshot.progress if own else replace(snapshot.progress, written=0)
-    return replace(snapshot, progress=progress, fixed=snapshot.fixed.on(group.host, group.hosts)), common
-
-
-def _open_store(folder: Folder, keep: int) -> None:
-    lost = next((path for path in folder.stores if not (path / folders.IDENTITY).exists()), None)
-    if lost is not None:
-        if folder.state.started:
-            raise InputError(
-                f"--resume {folder.out}: its store is not in {lost}. Is its drive mounted? If it has moved: --store "
-                f"DIR; if it is lost, the run cannot go on: remove {quoted(folder.out)} and start again."
-            )
-        return
-    with suppress(NoSnapshot):
-        folder.store = Store.open(folder.stores, keep, say=screen.warn, run=folder.state.id)
+    return replace(snapshot, progress=progress, fixed=snapshot.fixed.on(group.host, group.hosts))
 
 
 class Training:
     """A job with its engine."""
 
-    def __init__(self, job: Job, folder: Folder, begun: Snapshot | None, common: RunSnapshot | None = None):
-        """`common`: the snapshot of another number of hosts."""
-        self.job, self.folder, self.begun, self.common = job, folder, begun, common
+    def __init__(self, job: Job, folder: Folder, begun: Snapshot | None):
+        self.job, self.folder, self.begun, o = job, folder, begun, job.options
         self.progress = replace(begun.progress) if begun else Progress()
-        if job.options.eval_tokens or not begun:  # else evaluations stay comparable
+        if o.eval_tokens or not begun:  # else evaluations stay comparable
             self.progress.eval_rows = job.eval_rows
         if folder.store is None:
-            folder.store = self._new_store()
-        self.store = folder.store
-        self.fixed: Fixed = job.fixed(begun)
+            speeds, run = drive_speeds(folder.stores), folder.state.id
+            folder.store = Store.create(folder.stores, o.keep, job.source.auxiliary, speeds, screen.warn, run)
+        self.store, self.fixed = folder.store, job.fixed(begun)
         self.queues = RealQueues(job.device, gpus=job.plan.gpus, hosts=job.plan.hosts)
         self.queues.failed = here().failed  # where this thread waits for a host that waits for a queue
         self._stamps = stamps(job.source)
@@ -110,18 +105,6 @@ class Training:
         self.sums = dict[str, str]()  # checksums of all weights, as they were loaded from the checkpoint
         self.exported = 0  # bytes of checkpoints, by this process
         self._engine: Engine | None = None
-
-    def _new_store(self) -> Store:
-        job, folder = self.job, self.folder
-        auxiliary = job.source.auxiliary
-        try:
-            return Store.create(
-                folder.stores, job.options.keep, auxiliary, drive_speeds(folder.stores), screen.warn, folder.state.id
-            )
-        except StoreError as error:
-            if error.errno != errno.EEXIST:
-                raise
-            raise InputError(f"--store {error.filename}: {error.strerror}.") from None
 
     @property
     def engine(self) -> Engine:
@@ -164,68 +147,39 @@ class Training:
 
     # ------------------------------------------------------------ built and loaded
 
-    def build(self, stopped: Stopped = lambda: False) -> None:
+    def build(self, stopped: Stopped) -> None:
         """Builds the engine, whose buffers are not filled, and takes its space on drives.
 
         Raises DoesNotFit, InputError, StoreError; KeyboardInterrupt between two pieces if `stopped()`.
         """
-        job = self.job
+        job, o = self.job, self.job.options
         with screen.clock().at("load"), self.watched("loading"):
             if isinstance(job.source, Cached):
                 made, nbytes = job.source.is_made(), job.source.file_bytes
                 what = "checking the base" if made else f"quantizing the base to {job.source.base}"
-                with _loading(what, nbytes + (0 if made else job.source.original.nbytes), stopped) as more:
-                    job.source.make(more, screen.warn)
-            e = self._engine = self._built()
+                with loading(what, nbytes + (0 if made else job.source.original.nbytes), stopped) as progressed:
+                    job.source.make(progressed, screen.warn)
+            hold_to(job.limits, job.device)
+            adamw = AdamW(o.betas[0], o.betas[1], weight_decay=o.weight_decay or 0.0, max_grad_norm=o.max_grad_norm)
+            files, wire = self._base_files(), here().wire
+            e = build(job.cfg, job.plan, job.limits, self.queues, adamw=adamw, store=self.store, files=files, wire=wire)
+            self._engine = e
+            if e.memory.refused:
+                pinned = e.memory.used("ram") - e.memory.refused
+                note_pinned(job.device, pinned)
+                screen.warn(
+                    f"CUDA pins {gib(pinned)} of RAM, the plan uses {gib(e.memory.used('ram'))}: copies of the rest "
+                    f"are several times slower. The next run plans with {gib(pinned)}, unless --ram is given"
+                )
+            if reason := host_adamw.why_slow():
+                screen.warn(f"AdamW runs in torch on the CPU, several times slower: {reason}")
             e.claim_scratch(self.store.devices)
-            if self.begun is None or self.common:
-                self._claim(e)
-
-    def load_checkpoint(self, stopped: Stopped = lambda: False) -> None:
-        """Fills the engine with the model before training."""
-        job, placement, adapter = self.job, self.engine.placement, self.job.opened.adapter
-        with screen.clock().at("load"), self.watched("loading"):
-            exchange = Exchange(job.cfg, job.source, placement, adapter.values if adapter else None)
-            with _loading("loading", placement.nbytes() + placement.frozen_bytes, stopped) as more:
-                exchange.load(more)
-            self.sums = exchange.base | {"trained": exchange.trained}
-            here().agree("weights", self.sums, "Copy host 0's checkpoint")
-            self._check_frozen(exchange.base)
-
-    def load_snapshot(self, stopped: Stopped = lambda: False) -> None:
-        """Fills the engine with the last snapshot, and what is frozen from the checkpoint."""
-        placement = self.engine.placement
-        with screen.clock().at("load"), self.watched("loading"):
-            if self.sums and not self.common:  # the model before training is there, which was needed once more
-                self.store.restore()
-            with _loading("loading", placement.nbytes(), stopped) as more:
-                if self.common:
-                    load_share(placement, self.common, more)
-                else:
-                    self._load_snapshot(self.engine, more)
-            if placement.frozen_bytes:
-                exchange = Exchange(self.job.cfg, self.job.source, placement)
-                with _loading("loading what is frozen", placement.frozen_bytes, stopped) as more:
-                    exchange.load_base(more)
-                self._check_frozen(exchange.base)
-
-    def _built(self) -> Engine:
-        """The engine; its buffers are not filled."""
-        job, o = self.job, self.job.options
-        hold_to(job.limits, job.device)
-        adamw = AdamW(o.betas[0], o.betas[1], weight_decay=o.weight_decay or 0.0, max_grad_norm=o.max_grad_norm)
-        files, wire = self._base_files(), here().wire
-        e = build(job.cfg, job.plan, job.limits, self.queues, adamw=adamw, store=self.store, files=files, wire=wire)
-        if e.memory.refused:
-            pinned = e.memory.used("ram") - e.memory.refused
-            note_pinned(job.device, pinned)
-            screen.warn(
-                f"CUDA pins {gib(pinned)} of RAM, the plan uses {gib(e.memory.used('ram'))}: copies of the rest are "
-                f"several times slower than predicted. The next run plans with {gib(pinned)}, unless --ram is given"
-            )
-        if reason := host_adamw.why_slow():
-            screen.warn(f"AdamW runs in torch on the CPU, several times slower: {reason}")
-        return e
+            if self.begun is None or self.folder.common:
+                self.store.clear()
+                for shard in e.placement.shards():
+                    self.store.add(shard.name, shard.layout, weights=shard.entry.kind == "weights")
+                if job.plan.stored_on_ssd:
+                    self.store.reserve()
 
     def _base_files(self) -> CheckpointBase | None:
         """Reads frozen weights on the SSD from the user's checkpoint; None if they are copied to scratch space."""
@@ -240,38 +194,45 @@ class Training:
             screen.warn(f"{error}; so frozen weights are copied, {gb(job.forecast.frozen_on_ssd)}")
             return None
 
-    def _claim(self, e: Engine) -> None:
-        """Takes space for shards in a new store."""
-        self.store.clear()
-        for shard in e.placement.shards():
-            self.store.add(shard.name, shard.layout, weights=shard.entry.kind == "weights")
-        if self.job.plan.stored_on_ssd:
-            self.store.reserve()
+    def load_checkpoint(self, stopped: Stopped) -> None:
+        """Fills the engine with the model before training."""
+        job, placement, adapter = self.job, self.engine.placement, self.job.opened.adapter
+        with screen.clock().at("load"), self.watched("loading"):
+            exchange = Exchange(job.cfg, job.source, placement, adapter.values if adapter else None)
+            with loading("loading", placement.nbytes() + placement.frozen_bytes, stopped) as progressed:
+                exchange.load(progressed)
+            self.sums = exchange.base | {"trained": exchange.trained}
+            here().agree("weights", self.sums, "Copy host 0's checkpoint")
+            self._check_frozen(exchange.base)
 
-    def _load_snapshot(self, e: Engine, more: Callable[[int], None]) -> None:
-        expected = {shard.name: shard.layout for shard in e.placement.shards()}
-        if {name: shard.layout for name, shard in self.store.shards.items()} != expected:
-            other = "is the state of another model, or in other shards"
-            raise StoreError(errno.EINVAL, other, str(self.store.paths[0]))
+    def load_snapshot(self, stopped: Stopped) -> None:
+        """Fills the engine with the last snapshot, and what is frozen from the checkpoint."""
+        placement, common = self.engine.placement, self.folder.common
+        with screen.clock().at("load"), self.watched("loading"):
+            if self.sums and not common:  # the model before training is there, which was needed once more
+                self.store.restore()
+            with loading("loading", placement.nbytes(), stopped) as progressed:
+                if common:
+                    load_share(placement, common, progressed)
+                else:
+                    self._read_snapshot(progressed)
+            if placement.frozen_bytes:
+                exchange = Exchange(self.job.cfg, self.job.source, placement)
+                with loading("loading what is frozen", placement.frozen_bytes, stopped) as progressed:
+                    exchange.load_base(progressed)
+                self._check_frozen(exchange.base)
+
+    def _read_snapshot(self, progressed: Callable[[int], None]) -> None:
+        placement, first = self.engine.placement, self.store.paths[0]
+        if {name: shard.layout for name, shard in self.store.shards.items()} != {
+            shard.name: shard.layout for shard in placement.shards()
+        }:
+            raise StoreError(errno.EINVAL, "is the state of another model, or in other shards", str(first))
         try:
-            load_from_store(e.placement, more)
+            load_from_store(placement, progressed)
         except Damaged as damage:
-            raise StoreError(damage.errno, f"{DAMAGED}. {self._way_back(e)}", damage.filename) from damage
-
-    def _way_back(self, e: Engine) -> str:
-        """What the user can do about a damaged snapshot. Reads older ones until one is whole."""
-        *older, last = self.store.snapshots
-        newer = [last.folder]
-        for snapshot in reversed(older):
-            self.store.restore(snapshot.step)
-            try:
-                with screen.working(f"checking step {snapshot.step:,}", e.placement.nbytes()) as more:
-                    load_from_store(e.placement, more)
-            except Damaged:
-                newer.append(snapshot.folder)
-            else:
-                return f"Step {snapshot.step:,} is the last whole one: to go back to it, remove {', '.join(newer)}"
-        return NO_WAY_BACK
+            way = way_back(first / self.store.snapshots[-1].folder)
+            raise StoreError(damage.errno, f"{DAMAGED}. {way}", damage.filename) from damage
 
     def _check_frozen(self, base: dict[str, str]) -> None:
         """Keeps the checksums of frozen weights. Raises InputError if they are not those that the run began with."""
@@ -295,30 +256,15 @@ class Training:
             self.engine.optimizer.flush()
             self.queues.drain()
 
-    @property
-    def is_saved(self) -> bool:
-        return bool(self.store.snapshots) and self.store.snapshots[-1].step == self.progress.step
-
     def save(self, log: Callable[[], int]) -> None:
-        """Makes a snapshot, and writes its best weights. `log`: makes the log durable, returns its bytes.
-
-        If the best cannot be written, as on a full drive, and the snapshot itself has those weights, the error is
-        raised after the snapshot was made. Raises StoreError.
+        """Makes a snapshot, unless there is one of this step. `log`: makes the log durable, returns its bytes. Raises
+        StoreError.
         """
         self.apply_updates()
         self.check_base(copied=False)
-        failed: StoreError | None = None
-        try:
-            if self.best_kept:
-                self._write_best(self._best)
-        except StoreError as error:
-            if here().hosts > 1 or self.progress.best_step != self.progress.step:
-                raise
-            failed = error
-        if not self.is_saved:
+        self.write_best()  # before the snapshot that names it
+        if not (self.store.snapshots and self.store.snapshots[-1].step == self.progress.step):
             self._commit(log)
-        if failed:
-            raise failed
 
     def save_share(self, log: Callable[[], int]) -> None:
         """Makes the first snapshot of another number of hosts, then removes what former hosts have left."""
@@ -327,50 +273,51 @@ class Training:
         for host, dirs in gone.items():
             with self.watched("removing what other hosts left"):
                 folders.discard([path for path in dirs if folders.run_of(path) == self.folder.state.id])
-                discard(self.folder.run / f"host-{host}", *KNOWN, aside=self.job.out / "run.left")
+                discard(self.folder.run / f"host-{host}", KNOWN, aside=self.job.out / "run.left")
 
     def _commit(self, log: Callable[[], int], keep: int | None = None) -> None:
+        done, placement = self.progress, self.engine.placement
         with screen.clock().at("snapshots"), self.watched("snapshot"):
-            with screen.working("saving", self.engine.placement.nbytes(everything=False)) as more:
-                save_to_store(self.engine.placement, more)
-                self.progress.log, done = log(), self.progress
+            with screen.working("saving", placement.nbytes(everything=False)) as progressed:
+                save_to_store(placement, progressed)
+                done.log = log()
                 now = replace(done, written=self.written)
-                said = Snapshot(now, self.fixed, config_file.saved(self.job.options), computed_by(self.job.device))
-                self.store.commit(done.step, asdict(said), here().meet, keep, more)
+                snapshot = Snapshot(now, self.fixed, config_file.saved(self.job.options), computed_by(self.job.device))
+                self.store.commit(done.step, asdict(snapshot), here().meet, keep, progressed)
             self.folder.note(State(self.folder.state.id, started=True))
             self.folder.drop_best(done.best_step)
 
     def keep_best(self) -> None:
         """Keeps the present weights as the best: copied within RAM if it has room, else written at once."""
         self.apply_updates()
+        self.best_kept = True
         if here().any(not self.job.forecast.kept):
-            self._write_best()
+            self.write_best()
             return
         self._best = self._best or Kept(self.engine.placement, self.job.files.exact)
         with self.watched("the best"):
             self._best.take()
-        self.best_kept = True
 
     def write_best(self) -> None:
-        """Writes the best weights so far, if they are in RAM alone."""
+        """Writes the best weights so far, unless they are written."""
         if self.best_kept:
-            self._write_best(self._best)
-
-    def _write_best(self, kept: Kept | None = None) -> None:
-        last = self.store.snapshots[-1].extra["progress"]["best_step"] if self.store.snapshots else None
-        self._export(lambda save: self.folder.write_best(self.progress, last, save), kept)
-        self.best_kept = False
+            last = self.store.snapshots[-1].extra["progress"]["best_step"] if self.store.snapshots else None
+            self._export(lambda save: self.folder.write_best(self.progress, last, save), self._best)
+            self.best_kept = False
 
     # ------------------------------------------------------------ exported
 
     def export(self, step: int | None = None) -> None:
         """Writes the weights to OUT, or to OUT/step-N; reads them back."""
 
-        def whole(save: Callable[[Path], Mapping[str, str]]) -> None:
+        def write(save: Save) -> None:
+            if step is not None:
+                self.folder.replace(self.job.out / f"step-{step}", save)
+                return
             save(self.job.out)
             self._merge()
 
-        self._export(whole if step is None else lambda save: self.folder.replace(f"step-{step}", save))
+        self._export(write)
 
     def export_best(self) -> None:
         """Makes the best weights the output."""
@@ -380,14 +327,13 @@ class Training:
                 self.folder.take_over(self.progress.best_step, self.job.out, self.again)
                 self._merge()
 
-    def _export(self, write: Callable[[Callable[[Path], Mapping[str, str]]], None], kept: Kept | None = None) -> None:
+    def _export(self, write: Callable[[Save], None], kept: Kept | None = None) -> None:
         """Calls `write` with what saves the weights to a folder. Host 0 writes, with what the others send."""
-        job, own = self.job, kept or Reader(self.engine.placement)
+        own = kept or Reader(self.engine.placement)
         with screen.clock().at("export"), self.watched("export"), masters(own, here().wire) as reader:
-            if reader is None:
-                return
-            self.check_base(copied=job.cfg.lora is None)
-            write(partial(self._save_weights, reader))
+            if reader is not None:
+                self.check_base(copied=self.job.cfg.lora is None)
+                write(partial(self._save_weights, reader))
 
     def _save_weights(self, reader: Reader, folder: Path) -> dict[str, str]:
         """Writes a checkpoint or adapters; returns the checksums of its files."""
@@ -401,8 +347,8 @@ class Training:
             self.exported += sum((folder / name).stat().st_size for name in names)
             return {name: checksum(stream(folder / name)) for name in names}
         exchange = Exchange(job.cfg, job.source, self.engine.placement, reader=reader)
-        with screen.working("writing the checkpoint", 2 * job.source.nbytes) as more:  # and reading it back
-            sums = exchange.save(folder, more)
+        with screen.working("writing the checkpoint", 2 * job.source.nbytes) as progressed:  # and reading it back
+            sums = exchange.save(folder, progressed)
         self.exported += job.source.nbytes
         if beyond := exchange.beyond:
             values = f"{count(sum(beyond.values()), 'value')} of {count(len(beyond), 'tensor')}, as {max(beyond)}"
@@ -413,17 +359,15 @@ class Training:
         return sums
 
     def _merge(self) -> None:
-        job = self.job
+        job, merged = self.job, self.job.out / "merged"
         if job.options.merge and job.cfg.lora is not None:
             self.check_base(copied=True)
             try:
-                with screen.working("merging the adapters", 2 * job.source.nbytes) as more:
-                    merge_adapter(job.out, job.cfg, job.source, job.out / "merged", more)
+                with screen.working("merging the adapters", 2 * job.source.nbytes) as progressed:
+                    merge_adapter(job.out, job.cfg, job.source, merged, progressed)
             except InputError as error:  # the adapter is whole
-                remove_folders([job.out / "merged"])
+                remove_folders([merged])
                 screen.warn(f"not merged: {error}")
-
-    # ------------------------------------------------------------ the end
 
     def close(self) -> None:
         """Ends the queues and frees the memory. Calling it again does nothing."""
@@ -438,13 +382,13 @@ class Training:
 
 
 @contextmanager
-def _loading(what: str, nbytes: int, stopped: Stopped) -> Iterator[Callable[[int], None]]:
+def loading(what: str, nbytes: int, stopped: Stopped) -> Iterator[Callable[[int], None]]:
     """Gives a function to call with the size of each part, which raises KeyboardInterrupt if `stopped()`."""
-    with screen.working(what, nbytes) as more:
+    with screen.working(what, nbytes) as progressed:
 
-        def or_leave(size: int) -> None:
-            more(size)
+        def progressed_or_leave(size: int) -> None:
+            progressed(size)
             if stopped():
                 raise KeyboardInterrupt
 
-        yield or_leave
+        yield progressed_or_leave

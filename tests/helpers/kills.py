@@ -330,7 +330,7 @@ def trial(bench: Bench, seed: int) -> Trial:
             command = ["--resume", named[1]]
         else:
             break
-    if ended.code == 0 or "is finished" in ended.said:
+    if ended.code == 0 or re.search("is finished|holds a finished run", ended.said):
         made.wrong = bench.differs(made.place, out)
         if store and (left := [name for name in files_of(store) if not name.startswith("bases")]):  # for later runs
             made.wrong = made.wrong or "left in the store: " + ", ".join(sorted(left)[:4])

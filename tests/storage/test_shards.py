@@ -458,7 +458,7 @@ def test_a_damaged_snapshot_is_named_and_the_one_before_still_opens(tmp_path):
     newest = tmp_path / "d0" / "snapshot-000002-step-1"
     for text in ("", "[]", "{}", '{"format": 3}'):
         (newest / "manifest.json").write_text(text)
-        with pytest.raises(StoreError, match="is damaged.* step 0, remove snapshot-000002-step-1.*manifest.json"):
+        with pytest.raises(StoreError, match="is damaged.* step 0, remove .*snapshot-000002-step-1.*manifest.json"):
             Store.open(devices(tmp_path))
     (newest / "manifest.json").write_text('{"format": 99}')
     with pytest.raises(StoreError, match="is of format 99, this version reads 3. Use the version.*manifest.json"):

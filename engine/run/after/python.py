@@ -173,14 +173,13 @@ def _hearing(on_step: Callable[[Record], object]) -> Callable[[Record], None]:
 
 def result(folder: str | Path) -> Run:
     """The run in a finished run's folder, from its log."""
-    from trireme.engine.run.log import Totals, read_log
+    from trireme.engine.run.log import read_log, totalled
 
-    totals, records = Totals(), list(read_log(Path(folder) / "log.jsonl"))
-    for record in records:
-        totals.add(record)
+    records = list(read_log(Path(folder) / "log.jsonl"))
+    steps = [record for record in records if "loss" in record]
+    seconds, tokens, trained = (totalled(steps, key) for key in ("step_time_s", "tokens", "trained_tokens"))
     pairs = lambda name: [(record["step"], record[name]) for record in records if name in record]
-    counts = totals.steps, totals.seconds, round(totals.tokens), round(totals.trained)
-    return Run(Path(folder), *counts, pairs("loss"), pairs("eval_loss"))
+    return Run(Path(folder), len(steps), seconds, round(tokens), round(trained), pairs("loss"), pairs("eval_loss"))
 
 
 def plan(**options: Any) -> Plan:
