@@ -185,7 +185,9 @@ def _feed_backward(t: Tile, g: LayerWeights, dy: Tensor, dx: Tensor | None) -> T
         d: Tensor = MODULES[type(spec)].backward(t.p, spec, mlp_, grad, t.x, dy, dx, dy, *t.passed)
         return d
     total = t.p.saved.get("mlp_branch")
-    total = _sum_(t, torch.zeros_like(t.x)) if total is None else total
+    if total is None:  # experts have counted their loads in forward
+        again = t._replace(p=t.p._replace(rows=t.p.rows._replace(load=None)))
+        total = _sum_(again, torch.zeros_like(t.x))
     _, stats = norm(total, t.w.post, t.p.layer.eps)
     d_total, d = norm_backward(dy, total, t.w.post, stats, g.post), dy
     del total

@@ -77,16 +77,11 @@ class Opened:
     notes: tuple[str, ...]
 
 
-UNFINISHED = ("gemma4_text",)  # types whose blocks are compared with transformers, and whose training is not yet
-
-
 def open_model(o: Options, date: str | None) -> Opened:
     """Opens what the options name. `date`: what chat templates take for today. Raises InputError, CheckpointError."""
     check_method(o)
     raw = {} if o.shape else read_raw(o.model)
     cfg = find_model(o.shape) if o.shape else read_config(o.model, o.rope_factor)
-    if cfg.model_type in UNFINISHED:
-        raise InputError(f"Gemma 4 ({cfg.model_type}) cannot be trained yet: its steps differ from transformers'.")
     names = class_names(o, raw)
     smoothing = (o.label_smoothing or 0.0) if o.method == "sft" else 0.0
     cfg = replace(cfg, fp8=o.dtype == "fp8", teaching=teaching_of(o, cfg.vocab), smoothing=smoothing)

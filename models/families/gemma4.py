@@ -40,12 +40,12 @@ def layers(keys: Keys, family: Family, width: int, n: int, heads: int) -> tuple[
 
 
 def _types(keys: Keys, n: int) -> list[str]:
-    """The kind of each layer; by default every sixth and the last have full attention."""
-    usual = [GLOBAL if (i + 1) % 6 == 0 or i == n - 1 else LOCAL for i in range(n)]
+    """The kind of each layer: the last has full attention, whatever is said of it; by default every sixth, too."""
+    usual = [LOCAL if (i + 1) % 6 else GLOBAL for i in range(n)]
     types: Any = keys.raw.get("layer_types") or usual
     if not isinstance(types, list) or len(types) != n or not all(t in (GLOBAL, LOCAL) for t in types):
         raise keys.error("layer_types", f"a list of {n} names, each {GLOBAL} or {LOCAL}")
-    return types
+    return [*types[:-1], GLOBAL]
 
 
 def _local(keys: Keys, family: Family, heads: int) -> Attention:

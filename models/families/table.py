@@ -197,7 +197,9 @@ FAMILIES = {
         "Gemma 4 (12B, 26B-A4B, 31B)",
         names=names.GEMMA4, layers=gemma4.layers, spelled=SPELLED | dict(act="hidden_activation"), acts=GELU,
         vocab=262144, n_heads=8, head_dim=256, max_positions=131072, tied=True, embed_root=True,
-        caps={OF_LOGITS: None}, only={"use_bidirectional_attention": (None, False, "vision")},  # of images' tokens
+        caps={OF_LOGITS: None}, nested=True,
+        only={"use_bidirectional_attention": (None, False, "vision"),  # vision: of images' tokens
+              "attention_bias": (None, False)},
     ),
     "gemma": Family(
         "Gemma 1 (2B, 7B), CodeGemma",

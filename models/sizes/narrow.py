@@ -15,7 +15,8 @@ from trireme.models.layers import Layer
 from trireme.models.sizes.groups import Group, expert_input, up_width
 from trireme.models.sizes.shapes import frozen_groups, is_frozen, is_packed, is_sliced, on_disk, unit, weight_groups
 
-FP8 = ROWS, COLUMNS, SCALE = "_rows", "_columns", "_scale"  # behind the name of a matmul's first matrix: its codes
+# Behind the name of a matmul's first matrix: its codes. By a mark that no tensor of a file has in its name.
+FP8 = ROWS, COLUMNS, SCALE = "@rows", "@columns", "@scale"
 SLICES = 16  # of a layer's packed experts, where not all fit decoded
 MOST_CODES = 1 << 29  # elements of a unit that codes are made of once a pass, in both orders
 LEAST_ROWS = 2048  # of an expert, mean: with fewer, quantizing matrices takes what fp8 saves (docs/kernels.md)

@@ -20,8 +20,6 @@ A type in brackets is the `model_type` inside `text_config`. Of a multimodal mod
 text only: its other tensors are copied into the result byte for byte, and rows with image or video tokens are
 refused.
 
-Gemma 4 is read, and refused until its training is compared as the others' is.
-
 | | `model_type` | released models |
 |---|---|---|
 {rows}

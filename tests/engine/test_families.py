@@ -52,6 +52,8 @@ def in_one_memory(cfg):
         "olmo hybrid",
         "granite 4 hybrid with experts",
         "falcon h1",
+        "gemma4 keys that are values",
+        "gemma4, experts",
     ],
 )
 def test_placement_never_changes_the_numbers(case, halves):

@@ -139,6 +139,8 @@ def oracle(case, **text):
             if "norm" in name:
                 p.add_(1.0 if name.endswith("weight") else 0.0)
         for name, buffer in model.named_buffers():
+            if name.endswith("layer_scalar"):
+                buffer.fill_(0.7)
             if name.endswith("correction_bias"):
                 buffer.copy_(torch.randn_like(buffer) * 0.3)
     return model, json.loads(config.to_json_string(use_diff=False)) | {"model_type": model_type}

@@ -54,6 +54,13 @@ def flat(text, vision):
     return text[0] | dict(vision_config=vision), text[1]
 
 
+def gemma4(width, ffn, layers, heads, kv_heads, kv_heads_of_all, **more):
+    """As sizes, with all its layers, which are of two kinds."""
+    keys = dict(num_hidden_layers=layers, num_global_key_value_heads=kv_heads_of_all, attention_k_eq_v=True,
+                hidden_size_per_layer_input=0, sliding_window=1024, head_dim=256, global_head_dim=512)  # fmt: skip
+    return sizes("gemma4_text", 262144, width, ffn, 2, heads, kv_heads, **keys | more)
+
+
 COUNTS = dict(
     solar_open="n_routed_experts", dots1="n_routed_experts", minimax_m2="num_local_experts", exaone_moe="num_experts",
     hy_v3="num_experts", mellum="num_experts", qwen3_vl_moe_text="num_experts", glm4v_moe_text="n_routed_experts",
@@ -105,6 +112,9 @@ RELEASED = {  # name -> ((config.json, layers), parameters as the name or the ca
         model_type="gemma3", mm_tokens_per_image=4, vision_config=PIXTRAL | dict(model_type="siglip_vision_model"),
         text_config=dict(model_type="gemma3_text", hidden_size=2560, intermediate_size=10240, num_hidden_layers=2,
                          sliding_window=1024, rope_scaling=dict(factor=8.0, rope_type="linear"))), 34), 3.88),
+    "Gemma 4 26B-A4B": (gemma4(2816, 2112, 30, 16, 8, 2, enable_moe_block=True, num_experts=128, top_k_experts=8,
+                               moe_intermediate_size=704), 25.23),
+    "Gemma 4 31B": (gemma4(5376, 21504, 60, 32, 16, 4), 30.7),
     "Mistral Small 3.1 24B": ((dict(
         model_type="mistral3", vision_config=PIXTRAL, tie_word_embeddings=False,
         text_config=sizes("mistral", 131072, 5120, 32768, 40, 32, 8, head_dim=128, sliding_window=None,

@@ -66,10 +66,11 @@ def test_as_transformers(case):
     assert all((p.grad is None) == (name in beside) for name, p in grads.items())
     theirs = released({name: p.grad for name, p in grads.items() if p.grad is not None})
     names = canonical_names(cfg, {name: tuple(t.shape) for name, t in released(state).items()})
+    most = 1e-4 if cfg.family.layers else 3e-5  # of scores without a scale rounding grows: test_blocks_hf.py has fp64
     ours = dict(part for name, grad in tiny.grads.items() for part in apart(cfg, name, grad))
     for name, grad in theirs.items():
         error = relative(ours.pop(names[name]), grad)
-        assert error < 3e-5 or name.endswith("k_proj.bias") and float(grad.norm()) < 1e-6, (name, error)
+        assert error < most or name.endswith("k_proj.bias") and float(grad.norm()) < 1e-6, (name, error)
     assert not ours
 
 
