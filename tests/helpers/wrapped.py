@@ -31,44 +31,15 @@ CASES = {  # name -> (model_type, text_config, vision_config, other keys)
     "gemma4": ("gemma4", GEMMA4 | EXPERTS4 | dict(pad_token_id=0), SIGLIP4, {}),
     "gemma4 unified": ("gemma4_unified", GEMMA4 | dict(model_type="gemma4_unified_text", pad_token_id=0), None, {}),
     "mistral3": ("mistral3", PLAIN | dict(model_type="mistral", sliding_window=None), PIXTRAL, UNTIED),
-    "ministral3 in mistral3": (
-        "mistral3",
-        PLAIN | dict(model_type="ministral3", head_dim=16, rope_parameters=YARN | dict(llama_4_scaling_beta=0.5)),
-        PIXTRAL,
-        UNTIED,
-    ),
-    "mistral4 in mistral3": (
-        "mistral3",
-        LATENT
-        | dict(
-            model_type="mistral4",
-            norm_topk_prob=True,
-            rope_parameters=YARN
-            | dict(
-                llama_4_scaling_beta=0.5,
-                original_max_position_embeddings=5,
-                mscale=1.0,
-                mscale_all_dim=1.0,
-                partial_rotary_factor=0.4,
-            ),
-        ),
-        PIXTRAL,
-        UNTIED,
-    ),
-    "mistral4 in mistral3, groups, dense layers": (
-        "mistral3",
-        LATENT
-        | dict(
-            model_type="mistral4",
-            norm_topk_prob=False,
-            first_k_dense_replace=1,
-            n_group=2,
-            topk_group=1,
-            rope_parameters=YARN | dict(llama_4_scaling_beta=0.1, partial_rotary_factor=0.4),
-        ),
-        PIXTRAL,
-        UNTIED,
-    ),
+    "ministral3 in mistral3": ("mistral3", PLAIN | dict(
+        model_type="ministral3", head_dim=16, rope_parameters=YARN | dict(llama_4_scaling_beta=0.5)), PIXTRAL, UNTIED),
+    "mistral4 in mistral3": ("mistral3", LATENT | dict(
+        model_type="mistral4", norm_topk_prob=True, rope_parameters=YARN | dict(
+            llama_4_scaling_beta=0.5, original_max_position_embeddings=5, mscale=1.0, mscale_all_dim=1.0,
+            partial_rotary_factor=0.4)), PIXTRAL, UNTIED),
+    "mistral4 in mistral3, groups, dense layers": ("mistral3", LATENT | dict(
+        model_type="mistral4", norm_topk_prob=False, first_k_dense_replace=1, n_group=2, topk_group=1,
+        rope_parameters=YARN | dict(llama_4_scaling_beta=0.1, partial_rotary_factor=0.4)), PIXTRAL, UNTIED),
     "kimi k2.5": ("kimi_k25", LATENT | dict(first_k_dense_replace=1, n_group=1, topk_group=1), KIMI, UNTIED),
     "mistral3 tied": ("mistral3", PLAIN | dict(model_type="mistral", sliding_window=5), PIXTRAL, TIED),
     "exaone 4.5": (
@@ -123,7 +94,7 @@ CASES = {  # name -> (model_type, text_config, vision_config, other keys)
         WIDE | dict(image_size=16, model_type="glm4v_vision"),
         TIED,
     ),
-}
+}  # fmt: skip
 
 
 def oracle(case, **text):
