@@ -266,8 +266,9 @@ def test_what_would_change_the_result_is_refused_by_its_name(key, value, tmp_pat
         cli.parse(["--config", str(path)])
 
 
+@pytest.mark.full
 def test_many_unknown_keys_are_listed_at_once(tmp_path):
     path = tmp_path / "other.yaml"
-    path.write_text("".join(f"k{i}: 1\n" for i in range(60_000)))
-    with pytest.raises(InputError, match="and 59990 more"):
+    path.write_text("".join(f"k{i}: 1\n" for i in range(6_000)))
+    with pytest.raises(InputError, match="and 5990 more"):
         cli.parse(["--config", str(path)])

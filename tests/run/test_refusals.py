@@ -105,6 +105,7 @@ def test_a_mistake_is_one_line_and_its_advice_works(place, capsys, words, code, 
         assert cli.main(shlex.split(way)) == 0, capsys.readouterr().err
 
 
+@pytest.mark.full
 def test_what_does_not_fit_is_offered_otherwise(here, capsys):
     """Each option that the line offers fits."""
     words = "--shape llama-3.1-8b --dry-run --assume gpu=rtx4090,ram=16GiB"
@@ -116,6 +117,7 @@ def test_what_does_not_fit_is_offered_otherwise(here, capsys):
         assert cli.main([*words.split(), *offer.partition(",")[0].split()]) == 0, offer
 
 
+@pytest.mark.full
 def test_options_of_a_free_kind_are_advised_before_hardware(capsys):
     words = "--shape llama-3.3-70b --lora 16 --batch-size 1 --dry-run --assume gpu=rtx4090,ram=64GiB,ssd=2TB"
     assert cli.main(words.split()) == 0
@@ -123,6 +125,7 @@ def test_options_of_a_free_kind_are_advised_before_hardware(capsys):
     assert "--base nf4" in faster[0]
 
 
+@pytest.mark.full
 def test_machines_are_shown_side_by_side(capsys):
     words = "--shape llama-3.3-70b --lora 16 --batch-size 1 --dry-run --assume gpu=rtx4090,ram=32,64,96GiB,ssd=2TB"
     assert cli.main(words.split()) == 0
@@ -143,6 +146,7 @@ def test_a_run_that_fails_leaves_nothing(here, capsys, monkeypatch):
     fails(capsys, here, *TRAIN)
 
 
+@pytest.mark.full
 def test_without_out_each_run_has_its_number(here, capsys):
     for name in ("model", "model-2", "model-3"):
         assert cli.main(["model", "--data", "stories.txt", *SMALL.split()]) == 0

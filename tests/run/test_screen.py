@@ -182,6 +182,7 @@ LONG = (
 )
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
 def test_a_signal_saves_and_the_next_command_resumes(here, number):
     run = command(here, *LONG, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
@@ -211,6 +212,7 @@ def test_help_and_version_come_without_torch(here):
     assert "--keep-state" in done.stdout
 
 
+@pytest.mark.full
 def test_a_closed_pipe_and_closed_streams(here):
     run = command(here, "--help", stdout=subprocess.PIPE)
     run.stdout.close()
@@ -218,6 +220,7 @@ def test_a_closed_pipe_and_closed_streams(here):
     assert command(here, "model", stdout=None, stderr=None, stdin=None, close_fds=True).wait(60) == 2
 
 
+@pytest.mark.full
 def test_on_a_terminal_the_report_is_short(here):
     """About 22 lines before the first step at 120 columns, with the example in brackets."""
     master, terminal = pty.openpty()
