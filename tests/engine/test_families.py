@@ -29,37 +29,21 @@ def in_one_memory(cfg):
     return found
 
 
+PLACED = (
+    "phi3 window, longrope within", "smollm3", "granite", "olmo3", "ministral3 tied, window", "glm4", "qwen3 moe",
+    "gpt oss", "glm4 moe", "minimax m2", "exaone moe", "hy v3", "deepseek v3",
+    "deepseek v2, groups, queries without a latent, yarn", "qwen3.5", "qwen3 next", "olmo hybrid",
+    "granite 4 hybrid with experts", "falcon h1", "gemma4 keys that are values", "gemma4, experts",
+)  # fmt: skip
+
+
 @pytest.mark.parametrize("halves", [False, True])
-@pytest.mark.parametrize(
-    "case",
-    [
-        "phi3 window, longrope within",
-        "smollm3",
-        "granite",
-        "olmo3",
-        "ministral3 tied, window",
-        "glm4",
-        "qwen3 moe",
-        "gpt oss",
-        "glm4 moe",
-        "minimax m2",
-        "exaone moe",
-        "hy v3",
-        "deepseek v3",
-        "deepseek v2, groups, queries without a latent, yarn",
-        "qwen3.5",
-        "qwen3 next",
-        "olmo hybrid",
-        "granite 4 hybrid with experts",
-        "falcon h1",
-        "gemma4 keys that are values",
-        "gemma4, experts",
-    ],
-)
+@pytest.mark.parametrize("case", PLACED)
 def test_placement_never_changes_the_numbers(case, halves):
     check_placement(config(case), halves)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("rows", [7, 24])
 def test_layers_that_are_a_mixer_or_an_mlp(rows):
     """They are not divided."""

@@ -84,6 +84,7 @@ def test_no_byte_is_written(cfg):
     assert {queue for queue, nbytes in moved.items() if nbytes} - {"compute"} == {"ssd_read", "h2d"}
 
 
+@pytest.mark.full
 @settings(max_examples=40, deadline=None)
 @given(st.integers(1, 400), st.integers(1, 400), st.sampled_from(NAMES), st.integers(1, 2))
 def test_a_plan_fits_or_is_refused(gpu, ram, name, gpus):

@@ -254,6 +254,7 @@ class Late(RealQueues):
         return not self.begun.wait(60) or self.spoken.wait(seconds)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("late", ["cpu", "ssd_read", "state_write", "h2d", "compute"])
 def test_the_queue_that_others_wait_for_is_named(late):
     queues, told = Late(late), []

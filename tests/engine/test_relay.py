@@ -105,6 +105,7 @@ def check_experts(expected, queues, deal):
     check_same(make(cfg, plan, queues(plan.gpus)), batches(cfg, 3, 3, 24), *expected)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("deal", [(0, 1), (2, 0, 1, 3)])
 def test_the_load_of_experts_is_that_of_all_gpus(experts_in_one_memory, deal):
     check_experts(experts_in_one_memory, lambda gpus: RealQueues("cpu", extra=("poison",), gpus=gpus), deal)
@@ -190,6 +191,7 @@ def guarded_run(monkeypatch, swapped, between="ram") -> int:
         os._exit(1)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("between", ["ram", "gpu"])
 def test_no_task_touches_another_gpus_memory(monkeypatch, between):
     assert guarded_run(monkeypatch, False, between) == 0

@@ -43,6 +43,7 @@ def checksums(name: str) -> list[str]:
     return [f"{len(of)} tasks, {zlib.crc32(repr(of).encode()):08x}" for of in found]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", NAMES)
 def test_tasks_have_the_order_that_they_had(name):
     assert checksums(name) == json.loads(FILE.read_text())[name]

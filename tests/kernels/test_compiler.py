@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 COUNTED = """
 import sys
 class Without:
@@ -17,14 +19,8 @@ print(measure.work(cfg, 1, 3000, 10**6), measure.temporaries(cfg, 1, 3000, 2), m
 """
 
 
+@pytest.mark.full
 def test_counts_without_triton_are_those_with_it():
-    run = lambda blocked: (
-        subprocess.run(
-            [sys.executable, "-c", COUNTED.format(blocked=blocked)],
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=600,
-        ).stdout
-    )
-    assert run(1) == run(0) != ""
+    command = lambda blocked: [sys.executable, "-c", COUNTED.format(blocked=blocked)]
+    run = lambda blocked: subprocess.run(command(blocked), capture_output=True, text=True, check=True, timeout=600)
+    assert run(1).stdout == run(0).stdout != ""

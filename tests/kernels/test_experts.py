@@ -118,6 +118,7 @@ def test_sort(device, load, N, E, k):
     assert list(zip(values, plain.pair.tolist(), strict=True)) == sorted(zip(values, plain.pair.tolist(), strict=True))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(
     ("dtype", "load", "N", "E", "k", "A", "B"),
@@ -191,6 +192,7 @@ def check_in_parts(whole, sorted_rows, order, k, w, r):
         assert torch.equal(out, total)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("load", "N", "E", "k", "D"), [(LOADS[1], 29, 5, 2, 40), (LOADS[0], 3, 12, 8, 1100)])

@@ -80,6 +80,7 @@ def test_codes_and_scale_are_those_of_plain_torch(kind, shape, device, quantize)
                 assert same(ours.cpu(), theirs)
 
 
+@pytest.mark.full
 @DEVICE
 @pytest.mark.parametrize("kind", ["normal", "one outlier", "inf"])
 def test_codes_in_given_memory_are_the_same(kind, device, quantize):
@@ -244,6 +245,7 @@ def test_experts_have_scales_of_their_own(turned, shape, device):
             assert same(found[e], one.rows if turned else one.columns)
 
 
+@pytest.mark.full
 @DEVICE
 @pytest.mark.parametrize("load", LOADS)
 @pytest.mark.parametrize(("N", "E", "k", "A", "B"), [(21, 5, 2, 48, 80), (50, 3, 1, 160, 16), (100, 9, 3, 272, 144)])
@@ -306,6 +308,7 @@ def test_codes_of_gated_gradients_are_those_of_the_plain_kernel(act, shape, kind
             assert same_codes(found, quantize(y, False, True))
 
 
+@pytest.mark.full
 @DEVICE
 @pytest.mark.parametrize("kind", ["normal", "one outlier", "zeros", "inf", "inf when rounded", "nan"])
 @pytest.mark.parametrize("shape", [(1, 16), (37, 80), (200, 2064)], ids=str)

@@ -374,6 +374,7 @@ def fresh(monkeypatch, tmp_path, built_once):
     host_adamw._built.cache_clear()
 
 
+@pytest.mark.full
 @needs_compiler
 def test_a_build_is_cached_by_its_source_and_leaves_no_part(fresh, monkeypatch, tmp_path):
     fresh.mkdir(parents=True)
@@ -411,6 +412,7 @@ static int ran = (std::ofstream("%s") << "ran", 0);
 """
 
 
+@pytest.mark.full
 @needs_compiler
 @pytest.mark.parametrize("planted", ["damaged", "without functions", "of another owner", "writable", "link"])
 def test_only_this_users_sound_library_is_loaded(fresh, monkeypatch, tmp_path, planted):

@@ -208,6 +208,7 @@ def misread(raw: dict, group: dict, folder: Path) -> list[dict]:
     return misread(raw, dict(items[:half]), folder) + misread(raw, dict(items[half:]), folder)
 
 
+@pytest.mark.full
 @pytest.mark.grid
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_every_key_is_read_or_refused(model_type, folder):

@@ -85,6 +85,7 @@ def test_longrope_takes_its_factors_by_the_length_of_each_text():
     assert made == [tokens[:n] for tokens, n in zip(expected, [4, 20, 5, 8, 4, 4], strict=True)]
 
 
+@pytest.mark.full
 def test_greedy_on_stories(real):
     folder = real / "stories260k"
     reference = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -134,6 +135,7 @@ def streamed(cfg, **more):
     return make(cfg, replace(plan, **more))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("cfg", [LLAMA, GPT])
 def test_prompts_are_cut_to_what_memory_holds(cfg):
     e = streamed(cfg)

@@ -77,6 +77,7 @@ def test_bytes_are_a_line_in_tokens_and_less_where_more_is_saved(case):
         assert all_.moved < nothing.moved
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("cfg", [LLAMA, MIXTURE, FALCON_H1, replace(LLAMA, fp8=True)])
 def test_what_is_computed_again_is_a_sum_over_tensors(cfg):
     """So the planner may ask for every subset."""

@@ -228,6 +228,7 @@ def check_streamed(cfg: ModelConfig, tokens: int, device: str, limits: Limits, c
     return [nbytes for *_, nbytes in (first, *others)]
 
 
+@pytest.mark.full
 def test_a_small_layer_is_streamed_in_any_slices():
     cfg = replace(small(), max_positions=64)
     whole, *others = check_streamed(cfg, 24, "cpu", Limits(1 << 28, 1 << 28), (1, 3, 16))

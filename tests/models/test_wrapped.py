@@ -109,6 +109,7 @@ def trained(request, tmp_path_factory):
     return here / "model", here / "out", said.getvalue().splitlines()
 
 
+@pytest.mark.full
 def test_the_tower_goes_through_untouched(trained):
     model, out, said = trained
     before, after = (load_file(folder / "model.safetensors") for folder in (model, out))
@@ -140,6 +141,7 @@ def test_transformers_opens_the_result(trained):
     assert relative(Tiny(cfg, state).logits(ids, [30]), expected) < 1e-5
 
 
+@pytest.mark.full
 def test_peft_opens_an_adapter_of_the_language_model(trained, tmp_path):
     """It adapts nothing else, and computes what the merged checkpoint does."""
     peft = pytest.importorskip("peft")

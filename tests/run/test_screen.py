@@ -167,19 +167,8 @@ def command(here: Path, *words: str, **more) -> subprocess.Popen:
     return subprocess.Popen(argv, cwd=here, env=environment, text=True, **more)
 
 
-LONG = (
-    "model",
-    "--data",
-    "stories.txt",
-    "--seq-len",
-    "64",
-    "--batch-size",
-    "2",
-    "--max-steps",
-    "100000",
-    "--out",
-    "out",
-)
+LONG = ("model", "--data", "stories.txt", "--seq-len", "64", "--batch-size", "2", "--max-steps", "100000",
+        "--out", "out")  # fmt: skip
 
 
 @pytest.mark.full
