@@ -10,12 +10,12 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from functools import cached_property
 from os.path import commonprefix
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from trireme.engine.data.forms import Chat
 from trireme.engine.data.messages import number_calls
@@ -23,6 +23,7 @@ from trireme.engine.data.read import BadRow, Fields, unread_keys
 from trireme.engine.data.template import ALPACA, PROBE, THOUGHTS, Rendering, Span, Template, thoughts_of
 from trireme.storage.untrusted import NAME
 
+T = TypeVar("T")
 _LINES = re.compile(r"</?think>|\n")
 _NO_THOUGHT = re.compile(r"\s*<think>\s*</think>")
 _LINKS = ("role", "content", "tool_calls", "tool_call_id", "train")  # checked elsewhere, or order says the same
@@ -31,11 +32,13 @@ _SETS = 64  # of variables
 _TELLING = 64  # characters that are not in a text by chance
 _FOLLOWS = 64  # characters
 _ID = "abc123XYZ"  # Mistral's templates insist on nine characters
+_FILE = "give one that does: --chat-template FILE"
 _TAGS = "give a template with {% generation %} tags: --chat-template FILE"
 _FUNCTION = {"name": PROBE, "description": PROBE, "parameters": {"type": "object", "properties": {}}}
-_PROBE_TOOLS: list[Fields] = [{"type": "function", "function": _FUNCTION}]
-_ASKED: Fields = {"role": "user", "content": "?"}
-_SAID: Fields = {"role": "assistant", "content": "!"}
+_TOOLS: list[Fields] = [{"type": "function", "function": _FUNCTION}]
+_QUESTION: Fields = {"role": "user", "content": "?"}
+_REPLY: Fields = {"role": "assistant", "content": "!"}
+_PROBE: Fields = {"role": "assistant", "content": PROBE}
 
 
 class Marked(NamedTuple):
@@ -47,18 +50,7 @@ class Marked(NamedTuple):
     unwritten: int = 0  # of these, not in `text`: earlier thoughts, for instance
     beside: int = 0  # of the unwritten, those of messages with calls
     thoughtless: int = 0  # turns that learn to begin with an empty thought
-    unread: tuple[str, ...] = ()  # keys that say something which the template does not read
-
-
-class Habits(NamedTuple):
-    """How a template writes the assistant's turns."""
-
-    end: str  # after the words of the last turn
-    inner: str  # after those of an earlier one
-    follows: str  # behind a turn that is not the last
-    arguments: type | None  # that a tool call writes as JSON: dict, str; None: either
-    answers: bool  # of tools stand in the assistant's turns
-    parts: bool  # content may be a list of parts
+    unread: tuple[str, ...] = ()  # keys that say something which the template does not write
 
 
 class ChatTemplate:
@@ -76,9 +68,8 @@ class ChatTemplate:
         generation stops, `eos` among them. Raises as Template.
         """
         self._templates = {name: Template(source, variables, date) for name, source in sources.items()}
-        self._habits: dict[bool, Habits] = {}
-        self._openings: dict[tuple[bool, str], list[str]] = {}
-        self._given: dict[str, ChatTemplate] = {}
+        self._styles: dict[bool, _Style] = {}
+        self._variants: dict[str, ChatTemplate] = {}
         self._stops, self._eos = tuple(stops), eos or ""
         self.date = date if any("strftime_now" in source for source in sources.values()) else None  # that is written
         self._parts: list[Any] = [sources, variables, *([self.date] if self.date else [])]
@@ -91,334 +82,372 @@ class ChatTemplate:
     @cached_property
     def fingerprint(self) -> str:
         """A hash of all that decides its texts."""
-        stops = [[*self._stops, self._eos]] if self._last_end(None) else []
+        stops = [[*self._stops, self._eos]] if self._style(None).last_end else []
         return hashlib.sha256(json.dumps([*self._parts, *stops], sort_keys=True).encode()).hexdigest()
 
     def text(self, messages: Sequence[Fields], tools: list[Fields] | None = None, prompt: bool = False) -> str:
         """As Template.text."""
-        return self._template(tools).text(messages, tools, prompt)
+        return self._style(tools).template.text(messages, tools, prompt)
 
     def prompt(self, chat: Chat) -> str:
         """Messages to answer as `mark` writes them, with the opening of the answer. Raises BadRow."""
-        if chat.variables:
-            return self.given(chat.variables).prompt(chat._replace(variables=None))
-        text, _ = self._written(chat, lambda messages: self.text(messages, chat.tools, prompt=True))
+        style = self._with(chat.variables)._style(chat.tools)
+        text, _ = style.written(chat, lambda messages: style.template.text(messages, chat.tools, prompt=True))
         _check_tools(chat.tools, text)
         return text
 
+    def mark(self, chat: Chat) -> Marked:
+        """The text with the characters to train on. Raises BadRow if they are unclear."""
+        marked = self._with(chat.variables)._style(chat.tools).mark(chat)
+        return marked._replace(unread=(*marked.unread, *self.unread(chat.variables or {}, chat.tools)))
+
     def unread(self, variables: Mapping[str, Any], tools: list[Fields] | None) -> list[str]:
         """Variables that the template does not read, as chat_template_kwargs.NAME."""
-        reads = self._template(tools).reads
+        reads = self._style(tools).template.reads
         return [f"chat_template_kwargs.{name}" for name in variables if name not in reads]
 
-    def given(self, variables: Mapping[str, Any]) -> ChatTemplate:
+    def notes(self, tools: bool) -> list[str]:
+        """Notes for the user on conversations, all of which have `tools` or none."""
+        date = f"the chat template writes the date into conversations: {self.date} in the whole run"
+        return [*([date] if self.date else []), *self._style(_TOOLS if tools else None).notes()]
+
+    def _with(self, variables: Mapping[str, Any] | None) -> ChatTemplate:
         """The same template with more variables. Raises BadRow if it may not have them."""
+        if not variables:
+            return self
         if taken := [name for name in variables if name in _TAKEN or not name.isidentifier()]:
             what = "which is set by other means" if taken[0] in _TAKEN else "which is not a variable name"
             raise BadRow(f"'chat_template_kwargs' sets {taken[0]!r}, {what}; leave it out")
-        try:
-            key = json.dumps(variables, sort_keys=True)
-        except RecursionError:
-            raise BadRow("'chat_template_kwargs' is nested too deeply") from None
-        if key not in self._given:
-            if len(self._given) >= _SETS:
-                self._given.clear()
-            other = copy(self)
-            other._templates = {name: template.given(variables) for name, template in self._templates.items()}
-            other._habits, other._openings = {}, {}
-            self._given[key] = other
-        return self._given[key]
+        key = json.dumps(variables, sort_keys=True)
+        if key not in self._variants:
+            if len(self._variants) >= _SETS:
+                self._variants.clear()
+            self._variants[key] = other = copy(self)
+            other._templates = {name: template.with_variables(variables) for name, template in self._templates.items()}
+            other._styles = {}
+        return self._variants[key]
+
+    def _style(self, tools: list[Fields] | None) -> _Style:
+        key = tools is not None
+        if key not in self._styles:
+            name = "tool_use" if key and "tool_use" in self._templates else "default"
+            self._styles[key] = _Style(self._templates[name], _TOOLS if key else None, self._stops, self._eos)
+        return self._styles[key]
+
+
+class _Style:
+    """How a template writes turns, without tools or with them, found by probes."""
+
+    def __init__(self, template: Template, tools: list[Fields] | None, stops: tuple[str, ...], eos: str):
+        """`tools`: those of probes."""
+        self.template, self._tools, self._stops, self._eos = template, tools, stops, eos
+        self._opening: dict[str, list[str]] = {}
 
     # ------------------------------------------------ spans
 
     def mark(self, chat: Chat) -> Marked:
-        """The text with the characters to train on. Raises BadRow if they are unclear."""
-        if chat.variables:
-            marked = self.given(chat.variables).mark(chat._replace(variables=None))
-            return marked._replace(unread=(*marked.unread, *self.unread(chat.variables, chat.tools)))
-        tools, template, habits = chat.tools, self._template(chat.tools), self._of(chat.tools)
+        """As ChatTemplate.mark, without variables."""
+        tools, template = chat.tools, self.template
         wanted = [m["role"] == "assistant" and m.get("train", True) for m in chat.messages]
-        rendering, messages = self._written(chat, lambda messages: template.render(messages, tools))
-        _check_tools(tools, rendering.text)
-        turns = dict[int, list[Span]]()
-        for turn, span in rendering.turns:
-            turns.setdefault(turn, []).append(span)
-        _check_written(template, messages, tools, rendering, turns)
-        text = rendering.text
+        rendering, messages = self.written(chat, lambda messages: template.render(messages, tools))
+        text, turns = rendering.text, rendering.turns
+        _check_tools(tools, text)
+        self._check_written(messages, tools, rendering)
         if template.tags:
-            context = [span for i, spans in turns.items() if not wanted[i] for span in spans]
+            context = [span for i, yes in enumerate(wanted) if not yes for span in turns.get(i, ())]
             spans = [span for span in rendering.generated if not any(_within(span, other) for other in context)]
         else:
-            if habits.answers and any(message["role"] == "tool" for message in messages):
+            if self._has_answers and any(message["role"] == "tool" for message in messages):
                 raise BadRow(
                     "the chat template writes answers of tools into the assistant's turns, so the assistant's text "
                     f"cannot be located; {_TAGS}"
                 )
-            result = [self._turn(i, messages, turns, text, tools) for i, yes in enumerate(wanted) if yes]
-            spans = [span for span in result if span]
-            if len(spans) < len(result):
+            located = [self._turn(i, messages, rendering) for i, yes in enumerate(wanted) if yes]
+            spans = [span for span in located if span]
+            if len(spans) < len(located):
                 spans = self._places(messages, wanted, text, tools)
-        _check_calls(messages, wanted, rendering, turns, template.tags)
-        ending = self._last_end(tools)
-        if ending and wanted[-1:] == [True] and spans[-1][1] == len(text) and not text.endswith(ending):
-            text += ending  # no next turn: the model stops there, too
+        _check_calls(messages, wanted, rendering, template.tags)
+        if self.last_end and wanted[-1:] == [True] and spans[-1][1] == len(text) and not text.endswith(self.last_end):
+            text += self.last_end  # no next turn: the model stops there, too
             spans[-1] = (spans[-1][0], len(text))
-        counts = [_unwritten(messages[i], _cut(text, turns.get(i)) or text) for i, yes in enumerate(wanted) if yes]
+        counts = [_unwritten(messages[i], rendering.written(i) or text) for i, yes in enumerate(wanted) if yes]
         said, unwritten, beside = (sum(column) for column in zip(*counts, strict=True)) if counts else (0, 0, 0)
         thoughtless = sum(bool(_NO_THOUGHT.match(text, start, stop)) for start, stop in spans)
-        return Marked(text, spans, said, unwritten, beside, thoughtless, _unread(messages, rendering))
+        return Marked(text, spans, said, unwritten, beside, thoughtless, self._unread(messages, text))
 
-    def _written(self, chat: Chat, render: Any) -> tuple[Any, list[Fields]]:
+    def written(self, chat: Chat, render: Callable[[list[Fields]], T]) -> tuple[T, list[Fields]]:
         """(what `render` makes of the messages, these): with lists of parts if the template takes them in all roles,
         with arguments of calls in its form, and with other ids of calls if it refuses those that are there.
         """
-        habits = self._of(chat.tools)
-        bare = [{k: v for k, v in m.items() if k != "train"} for m in chat.messages]
-        written = [_with_calls(message, habits.arguments) for message in bare]
-        messages = [_with_parts(message, False) for message in written]
-        if habits.parts and any(isinstance(message.get("content"), list) for message in written):
+        bare = [{k: v for k, v in message.items() if k != "train"} for message in chat.messages]
+        listed = [_with_calls(message, self._arguments) for message in bare]
+        messages = [_with_parts(message, False) for message in listed]
+        if self._takes_parts and messages != listed:
             with suppress(BadRow):
-                return render([_with_parts(message, True) for message in written]), messages
+                return render([_with_parts(message, True) for message in listed]), messages
         try:
             return render(messages), messages
         except BadRow as error:
             renumbered, roles = number_calls(messages, anew=True), [message["role"] for message in messages]
             if renumbered == messages:
                 twice = next((i for i in range(1, len(roles)) if roles[i] == roles[i - 1] in ("user", "assistant")), 0)
-                joined = (
-                    f"; messages {twice - 1} and {twice} are both of the {roles[twice]}: join them" if twice else ""
-                )
-                raise BadRow(f"{error}{joined}") from None
+                joined = f"; messages {twice - 1} and {twice} are both of the {roles[twice]}: join them"
+                raise BadRow(f"{error}{joined if twice else ''}") from None
         return render(renumbered), renumbered
 
-    def _turn(
-        self, i: int, messages: list[Fields], turns: dict[int, list[Span]], text: str, tools: list[Fields] | None
-    ) -> Span | None:
+    def _turn(self, i: int, messages: list[Fields], rendering: Rendering) -> Span | None:
         """The characters of message i to train on; None if they are not found."""
-        result = turns.get(i, [])
-        if len(result) > 1:  # what is written within another message's turn, a call's name for instance, is that one's
-            near = [span for j in (i - 1, i + 1) for span in turns.get(j, [])]
-            result = [span for span in result if not any(_within(span, other) for other in near)] or result
-        if len(result) != 1:
+        spans = rendering.turns.get(i, [])
+        if len(spans) > 1:  # what is written within another message's turn, a call's name for instance, is that one's
+            near = [span for j in (i - 1, i + 1) for span in rendering.turns.get(j, ())]
+            spans = [span for span in spans if not any(_within(span, other) for other in near)] or spans
+        if len(spans) != 1:
             return None
-        (start, stop), habits = result[0], self._of(tools)
-        written = text[start:stop]
-        before = messages[i - 1]["role"] if i else "user"
-        begun = next((opening for opening in self._opening(before, tools) if written.startswith(opening)), None)
-        if begun is None and i == 0:
+        (start, stop), text = spans[0], rendering.text
+        written, before = text[start:stop], messages[i - 1]["role"] if i else "user"
+        openings = self._openings(before)
+        opening = next((opening for opening in openings if written.startswith(opening)), None)
+        if opening is None and i == 0:  # behind a preface
             words = written.find((messages[0].get("content") or "").strip() or "\0")
-            ends = [written.find(o) + len(o) for o in self._opening(before, tools) if o and o in written]
-            begun = written[: max((end for end in ends if end <= words), default=0)] or None
-        if begun is None and not (before == "tool" and messages[i].get("tool_calls")):
+            ends = [written.find(o) + len(o) for o in openings if o and o in written]
+            opening = written[: max((end for end in ends if end <= words), default=0)] or None
+        if opening is None and not (before == "tool" and messages[i].get("tool_calls")):
             return None
-        end = start + len(written.rstrip() if habits.end.strip() else written)
-        if self._stopped_by_next(tools):
+        end = start + len(written.rstrip() if self._end.strip() else written)
+        if self._stopped_by_next:
             end += next((len(stop) for stop in self._stops if text.startswith(stop, end)), 0)
-        return start + len(begun or ""), end
+        return start + len(opening or ""), end
 
     def _places(self, messages: list[Fields], wanted: list[bool], text: str, tools: list[Fields] | None) -> list[Span]:
         """The spans of all messages to train on, found by other words in their place. Raises BadRow."""
-        i = next(i for i, yes in enumerate(wanted) if yes)
-        unclear = BadRow(
-            f"the chat template writes message {i} (assistant) so that its text cannot be located; {_TAGS}"
-        )
         words = {i: (messages[i].get("content") or "").strip() for i, yes in enumerate(wanted) if yes}
-        marks = {i: f"{PROBE}{i}{PROBE}" for i in words}
-        if any(not said or messages[i].get("tool_calls") or thoughts_of(messages[i]) for i, said in words.items()):
-            raise unclear
-        with suppress(BadRow):
-            other = self.text([{**m, "content": marks[i]} if i in marks else m for i, m in enumerate(messages)], tools)
-            spans, end = list[Span](), self._of(tools).end.rstrip() or self._of(tools).inner.rstrip()
-            for i, mark in marks.items():
-                before, result, after = other.partition(mark)
-                if not result:
-                    raise unclear
-                stop = len(before) + len(words[i]) + (len(end) if after.startswith(end) else 0)
-                spans.append((len(before), stop))
-                other = before + words[i] + after
-            if other == text:
-                return spans
-        raise unclear
+        marks, spans = {i: f"{PROBE}{i}{PROBE}" for i in words}, list[Span]()
+        if all(words[i] and not messages[i].get("tool_calls") and not thoughts_of(messages[i]) for i in words):
+            with suppress(BadRow):
+                other = self.template.text(_replaced(messages, marks), tools)
+                end = self._end.rstrip() or self._inner.rstrip()
+                for i, mark in marks.items():
+                    before, _, after = other.partition(mark)
+                    spans.append((len(before), len(before + words[i]) + (len(end) if after.startswith(end) else 0)))
+                    other = before + words[i] + after
+                if other == text:
+                    return spans
+        raise BadRow(
+            f"the chat template writes message {min(words)} (assistant) so that its text cannot be located; {_TAGS}"
+        )
 
-    # ------------------------------------------------ what a template does
+    # ------------------------------------------------ checks
 
-    def _template(self, tools: list[Fields] | None) -> Template:
-        return self._templates["tool_use" if tools is not None and "tool_use" in self._templates else "default"]
-
-    def _of(self, tools: list[Fields] | None) -> Habits:
-        key = tools is not None
-        if key not in self._habits:
-            self._habits[key] = _habits(self._template(tools), _PROBE_TOOLS if key else None)
-        return self._habits[key]
-
-    def _opening(self, role: str, tools: list[Fields] | None) -> list[str]:
-        """Possible openings of an answer behind a message of that role, the likeliest first."""
-        key = tools is not None, role
-        if key not in self._openings:
-            result = _openings(self._template(tools), role, _PROBE_TOOLS if key[0] else None)
-            self._openings[key] = result if result or role == "user" else self._opening("user", tools)
-        return self._openings[key]
-
-    def _stopped_by_next(self, tools: list[Fields] | None) -> bool:
-        """Whether the assistant's turns end with the opening of the next turn, as in GLM."""
-        if not self._stops or self._template(tools).tags or self._of(tools).end.strip():
-            return False
-        return self._of(tools).follows.startswith(self._stops)
-
-    def _last_end(self, tools: list[Fields] | None) -> str:
-        """The token that the last turn lacks: the end token if others end with the next opening, or the end of the
-        earlier turns; else "".
+    def _check_written(self, messages: list[Fields], tools: list[Fields] | None, rendering: Rendering) -> None:
+        """Raises BadRow if a message is missing in the text. A message whose words are not in its turn, or that has
+        none, is looked for once more, with words in its place that are nowhere else. Of a leading system message a
+        note says so.
         """
-        if self._template(tools).tags or self._of(tools).end.strip():
-            return ""
-        if self._stopped_by_next(tools):
-            return self._eos
-        return next((stop for stop in self._stops if self._of(tools).inner.strip() == stop), "")
+        words = [(message.get("content") or "").strip() for message in messages]
+        marks = dict[int, str]()
+        for i, message in enumerate(messages):
+            if message["role"] == "assistant" or not words[i] or (i == 0 and message["role"] == "system"):
+                continue
+            common = len(words[i]) < _TELLING or words.count(words[i]) > 1
+            turn = rendering.written(i) if i in rendering.turns else "" if common else rendering.text
+            if words[i] not in turn:
+                marks[i] = f"{PROBE}{i}{PROBE}"
+        if not marks:
+            return
+        absent = [i for i in marks if i not in rendering.turns and words[i] not in rendering.text]
+        with suppress(BadRow):
+            other = self.template.render(_replaced(messages, marks), tools)
+            # A turn may also have the words in another form, in capitals for instance.
+            absent = [i for i in marks if marks[i] not in other.text and other.written(i) == rendering.written(i)]
+        for i in absent[:1]:
+            role = messages[i]["role"]
+            ways = f"call it 'system' in the data, or {_FILE}" if role == "developer" else _FILE
+            raise BadRow(f"the chat template writes nothing for message {i} (role {role!r}); {ways}")
 
-    def notes(self, tools: bool) -> list[str]:
-        """Notes for the user on conversations, all of which have `tools` or none."""
-        probe_tools = _PROBE_TOOLS if tools else None
-        notes, template = [], self._template(probe_tools)
-        if self.date:
-            notes.append(f"the chat template writes the date into conversations: {self.date} in the whole run")
-        end, left = self._end(probe_tools)
-        if not end and template.tags:
-            what = f"leave out the end of the turn{f' ({left})' if left else ''}"
+    def _unread(self, messages: list[Fields], text: str) -> tuple[str, ...]:
+        """Keys of messages that the template does not name, or whose words it does not write, as messages[].KEY."""
+        names, result = self.template.names, dict[str, None]()
+        for message in messages:
+            for key in unread_keys(message, _LINKS):
+                value = message[key]
+                if key in THOUGHTS:  # _unwritten counts what is left out of them
+                    read = not names.isdisjoint(THOUGHTS)
+                else:
+                    read = value.strip() in text if isinstance(value, str) else key in names
+                if not read and f'"{key}"' not in text:  # of a message that is written as JSON
+                    result[f"messages[].{key}"] = None
+        return tuple(result)
+
+    # ------------------------------------------------ notes
+
+    def notes(self) -> list[str]:
+        """Notes for the user, but for the date."""
+        notes, tags, (end, after) = [], self.template.tags, self._learned_end()
+        if not end and tags:
+            what = f"leave out the end of the turn{f' ({after})' if after else ''}"
             notes.append(f"the chat template's {{% generation %}} tags {what}, so stopping is not learned")
-        elif not end and not self._last_end(probe_tools):
+        elif not end and not self.last_end:
             notes.append("the chat template ends the assistant's last message with no mark, so stopping is not learned")
         elif end and self._stops and not end.startswith(self._stops):
             stops = ", ".join(self._stops[:3])
             notes.append(
                 f"the chat template ends answers with {end}, but generation stops at {stops}: add it to eos_token_id"
             )
-        talk = [{"role": "system", "content": PROBE}, _ASKED, _SAID]
+        talk = [{"role": "system", "content": PROBE}, _QUESTION, _REPLY]
         with suppress(BadRow):  # system messages refused: not silent
-            if PROBE not in template.text(talk, probe_tools).replace(str(probe_tools), ""):
+            if PROBE not in self.template.text(talk, self._tools).replace(str(self._tools), ""):
                 notes.append("the chat template leaves system messages out of conversations that are answered")
         return notes
 
-    def _end(self, tools: list[Fields] | None) -> tuple[str, str]:
+    def _learned_end(self) -> tuple[str, str]:
         """(what is trained after the words of a turn, what follows in the same line)."""
-        if not self._template(tools).tags:
-            return self._of(tools).end.strip().partition("\n")[0][:NAME], ""
+        if not self.template.tags:
+            return self._end.strip().partition("\n")[0][:NAME], ""
         with suppress(BadRow):
-            result = self._template(tools).render([_ASKED, {"role": "assistant", "content": PROBE}], tools)
+            result = self.template.render([_QUESTION, _PROBE], self._tools)
             for start, stop in result.generated:
                 end = result.text[start:stop].rpartition(PROBE)[2].strip()
                 return end[:NAME], result.text[stop:].strip().partition("\n")[0][:NAME]
         return "?", ""
 
+    # ------------------------------------------------ probes
+
+    @cached_property
+    def _ends(self) -> tuple[str, str, str]:
+        """What follows the words of the assistant in its last turn and in an earlier one, and the text behind that."""
+        end = inner = follows = ""
+        for reply in _replies()[:2]:
+            with suppress(BadRow):  # twice: many templates write the last turn, with its thoughts, differently
+                rendering = self.template.render([_QUESTION, reply, _QUESTION, reply], self._tools)
+                for start, stop in (span for i in (1, 3) for span in rendering.turns.get(i, ())):
+                    words, probe, after = rendering.text[start:stop].rpartition(PROBE)
+                    if probe:
+                        end = after
+                        inner = inner or end
+                        follows = follows or rendering.text[stop : stop + _FOLLOWS]
+        return end, inner, follows
+
+    @property
+    def _end(self) -> str:
+        return self._ends[0]
+
+    @property
+    def _inner(self) -> str:
+        return self._ends[1]
+
+    @cached_property
+    def _stopped_by_next(self) -> bool:
+        """Whether the assistant's turns end with the opening of the next turn, as in GLM."""
+        ended = not self._stops or self.template.tags or self._end.strip()
+        return not ended and self._ends[2].startswith(self._stops)
+
+    @cached_property
+    def last_end(self) -> str:
+        """The token that the last turn lacks: the end token if others end with the next opening, or the end of the
+        earlier turns; else "".
+        """
+        if self.template.tags or self._end.strip():
+            return ""
+        return self._eos if self._stopped_by_next else next((s for s in self._stops if self._inner.strip() == s), "")
+
+    def _openings(self, role: str) -> list[str]:
+        """Possible openings of an answer behind a message of that role, the likeliest first: what the prompt adds, and
+        what all turns begin with. If the template takes no message of the role there, those behind the user.
+        """
+        if role not in self._opening:
+            befores = {
+                "tool": [[_QUESTION, *talk] for talk in _calls("?")],
+                "assistant": [[_QUESTION, _REPLY]],
+            }.get(role, [[{**_QUESTION, "role": role}]])
+            found = next(filter(None, map(self._openings_behind, befores)), [])
+            self._opening[role] = found if found or role == "user" else self._openings("user")
+        return self._opening[role]
+
+    def _openings_behind(self, before: list[Fields]) -> list[str]:
+        written = list[str]()
+        for reply in _replies():
+            for after in ([], [_QUESTION, _REPLY]):
+                with suppress(BadRow):
+                    rendering = self.template.render([*before, reply, *after], self._tools)
+                    turns = [rendering.text[a:b] for a, b in rendering.turns.get(len(before), ())]
+                    written += [turn[: turn.index(PROBE)] for turn in turns if PROBE in turn]
+        prompts = self._prompts(before)
+        if not written and not prompts:
+            return []
+        lead = commonprefix([*written, *(prompts[:1] if any(prompts) else [])]) if written else ""
+        usual = [p for p in (*prompts, *(prompt.lstrip() for prompt in prompts)) if p]
+        sure = [prompt for prompt in usual if all(turn.startswith(prompt) for turn in written)]
+        lead = re.sub(r"</?[^<>]*$", "", lead) if lead not in prompts else lead  # <think> and <tool> share a <
+        none = [""] if "" in prompts or (written and not commonprefix(written)) else []
+        return [*dict.fromkeys([*sure, *usual, *([lead] if lead else []), *none])]
+
+    def _prompts(self, messages: Sequence[Fields]) -> list[str]:
+        """Possible openings of the next message: what the prompt adds, or all after the last turn, since some templates
+        always write something there. Empty if the template refuses.
+        """
+        try:
+            prompt = self.template.render(messages, self._tools, prompt=True)
+            without = self.template.text(messages, self._tools)
+        except BadRow:
+            return []
+        last = max((stop for spans in prompt.turns.values() for _, stop in spans), default=len(prompt.text))
+        result = [prompt.text[last:]]
+        if prompt.text.startswith(without) and last < len(without) < len(prompt.text):
+            result.insert(0, prompt.text[len(without) :])
+        return result
+
+    @cached_property
+    def _arguments(self) -> type | None:
+        """The form of arguments, dict or str, that a tool call writes as plain JSON; None if both give the same text,
+        or neither does.
+        """
+        texts = list[str]()
+        for call, _ in _calls("?"):
+            text = ""
+            with suppress(BadRow):
+                text = self.template.text([_QUESTION, call], self._tools)
+            plain = _ARGUMENT in text and f"'{_ARGUMENT}'" not in text and f'\\"{_ARGUMENT}' not in text
+            texts.append(text if plain else "")
+        return None if texts[0] == texts[1] else dict if texts[0] else str
+
+    @cached_property
+    def _has_answers(self) -> bool:
+        """Whether a turn of the assistant contains the answer of the tool that it called."""
+        for talk in _calls("Qz9"):
+            with suppress(BadRow):
+                result = self.template.render([_QUESTION, *talk, _REPLY], self._tools)
+                return any("Qz9" in result.written(i) for i in (1, 3))
+        return False
+
+    @cached_property
+    def _takes_parts(self) -> bool:
+        """Whether the template writes the texts of a list of parts, and not the list itself."""
+        texts = [f"{PROBE}{i}" for i in (1, 2)]
+        with suppress(BadRow):
+            result = self.template.text([_with_parts({**_QUESTION, "content": texts}, True)], self._tools)
+            joined = (between.join(texts) for between in ("", "\n", " ", "\n\n"))
+            return any(result == self.template.text([{**_QUESTION, "content": t}], self._tools) for t in joined)
+        return False
+
 
 # ---------------------------------------------------------------- probes
 
-
-def _call(arguments: Any) -> Fields:
-    call = {"id": _ID, "type": "function", "function": {"name": PROBE, "arguments": arguments}}
-    return {"role": "assistant", "content": "", "tool_calls": [call]}
+_ARGUMENT = "Qz8"
 
 
-def _spoken() -> list[Fields]:
-    """Turns of the assistant: plain, with thoughts inside and apart, a call."""
-    inside = f"<think>\n{PROBE}\n</think>\n\n{PROBE}"
-    plain = {"role": "assistant", "content": PROBE}
-    return [plain, {**plain, "content": inside}, {**plain, THOUGHTS[0]: PROBE}]
+def _replies() -> list[Fields]:
+    """Turns of the assistant: plain, with thoughts inside and apart."""
+    return [_PROBE, {**_PROBE, "content": f"<think>\n{PROBE}\n</think>\n\n{PROBE}"}, {**_PROBE, THOUGHTS[0]: PROBE}]
 
 
-def _openings(template: Template, role: str, tools: list[Fields] | None) -> list[str]:
-    """Openings behind a message of that role: what the prompt adds, and what all turns begin with. Empty if the
-    template takes no message of the role there.
-    """
-    answer = {"role": "tool", "name": PROBE, "tool_call_id": _ID, "content": "?"}
-    befores = {
-        "tool": [[_ASKED, _call(arguments), answer] for arguments in ({PROBE: 1}, json.dumps({PROBE: 1}))],
-        "assistant": [[_ASKED, _SAID]],
-    }.get(role, [[{**_ASKED, "role": role}]])
-    for before in befores:
-        written = list[str]()
-        for said in _spoken():
-            for after in ([], [_ASKED, _SAID]):
-                with suppress(BadRow):
-                    rendering = template.render([*before, said, *after], tools)
-                    turns = [rendering.text[a:b] for turn, (a, b) in rendering.turns if turn == len(before)]
-                    written += [turn[: turn.index(PROBE)] for turn in turns if PROBE in turn]
-        prompts = _prompts(template, before, tools)
-        if written or prompts:
-            lead = commonprefix([*written, *(prompts[:1] if any(prompts) else [])]) if written else ""
-            usual = [p for p in (*prompts, *(prompt.lstrip() for prompt in prompts)) if p]
-            sure = [prompt for prompt in usual if all(turn.startswith(prompt) for turn in written)]
-            lead = re.sub(r"</?[^<>]*$", "", lead) if lead not in prompts else lead  # <think> and <tool> share a <
-            none = [""] if "" in prompts or (written and not commonprefix(written)) else []
-            return [*dict.fromkeys([*sure, *usual, *([lead] if lead else []), *none])]
-    return []
-
-
-def _prompts(template: Template, messages: Sequence[Fields], tools: list[Fields] | None) -> list[str]:
-    """Possible openings of the next message: what the prompt adds, or all after the last turn, since some templates
-    always write something there. Empty if the template refuses.
-    """
-    try:
-        asking = template.render(messages, tools, prompt=True)
-        without = template.text(messages, tools)
-    except BadRow:
-        return []
-    last = max((stop for _, (_, stop) in asking.turns), default=len(asking.text))
-    result = [asking.text[last:]]
-    if asking.text.startswith(without) and last < len(without) < len(asking.text):
-        result.insert(0, asking.text[len(without) :])
-    return result
-
-
-def _habits(template: Template, tools: list[Fields] | None) -> Habits:
-    """How a template writes turns, without tools or with them."""
-    end, inner, follows = "", "", ""
-    for said in _spoken()[:2]:
-        with suppress(BadRow):  # twice: many templates write the last turn, with its thoughts, differently
-            rendering = template.render([_ASKED, said, _ASKED, said], tools)
-            for turn, (start, stop) in rendering.turns:
-                written = rendering.text[start:stop]
-                if turn % 2 and PROBE in written:
-                    end = written[written.rindex(PROBE) + len(PROBE) :]
-                    inner = inner or end
-                    follows = follows or rendering.text[stop : stop + _FOLLOWS]
-    return Habits(
-        end, inner, follows, _arguments(template, tools), _has_answers(template, tools), _takes_parts(template, tools)
-    )
-
-
-def _arguments(template: Template, tools: list[Fields] | None) -> type | None:
-    """The form of arguments, dict or str, that a tool call writes as plain JSON; None if both give the same text, or
-    neither does.
-    """
-    texts, name = {}, "Qz8"
-    for arguments in ({name: 1}, json.dumps({name: 1})):
-        with suppress(BadRow):
-            text = template.text([_ASKED, _call(arguments)], tools)
-            if name in text and f"'{name}'" not in text and f'\\"{name}' not in text:
-                texts[type(arguments)] = text
-    if len(set(texts.values())) == 1 and len(texts) == 2:
-        return None
-    return next((form for form in (dict, str) if form in texts), None)
-
-
-def _has_answers(template: Template, tools: list[Fields] | None) -> bool:
-    """Whether a turn of the assistant contains the answer of the tool that it called."""
-    answer = {"role": "tool", "name": PROBE, "tool_call_id": _ID, "content": "Qz9"}
-    for arguments in ({PROBE: 1}, json.dumps({PROBE: 1})):
-        with suppress(BadRow):
-            result = template.render([_ASKED, _call(arguments), answer, _SAID], tools)
-            return any("Qz9" in result.text[a:b] for turn, (a, b) in result.turns if turn in (1, 3))
-    return False
-
-
-def _takes_parts(template: Template, tools: list[Fields] | None) -> bool:
-    """Whether the template writes the texts of a list of parts, and not the list itself."""
-    texts = [f"{PROBE}{i}" for i in (1, 2)]
-    with suppress(BadRow):
-        result = template.text([_with_parts({**_ASKED, "content": texts}, True)], tools)
-        joined = (between.join(texts) for between in ("", "\n", " ", "\n\n"))
-        return any(result == template.text([{**_ASKED, "content": text}], tools) for text in joined)
-    return False
+def _calls(answer: str) -> list[list[Fields]]:
+    """A call and its answer, with arguments as an object and as JSON."""
+    talks = list[list[Fields]]()
+    for arguments in ({_ARGUMENT: 1}, json.dumps({_ARGUMENT: 1})):
+        call = {"id": _ID, "type": "function", "function": {"name": PROBE, "arguments": arguments}}
+        tool = {"role": "tool", "name": PROBE, "tool_call_id": _ID, "content": answer}
+        talks.append([{"role": "assistant", "content": "", "tool_calls": [call]}, tool])
+    return talks
 
 
 # ---------------------------------------------------------------- messages as templates take them
@@ -426,17 +455,15 @@ def _takes_parts(template: Template, tools: list[Fields] | None) -> bool:
 
 def _with_calls(message: Fields, form: type | None) -> Fields:
     """A message whose calls have arguments as `form`, dict or str; None: as they are."""
-    if not message.get("tool_calls"):
-        return message
     calls = []
-    for call in message["tool_calls"]:
+    for call in message.get("tool_calls") or ():
         arguments = call["function"]["arguments"]
         if isinstance(arguments, str) and form is dict:
             arguments = json.loads(arguments)
         elif not isinstance(arguments, str) and form is str:
             arguments = json.dumps(arguments, ensure_ascii=False)
         calls.append({**call, "function": {**call["function"], "arguments": arguments}})
-    return {**message, "tool_calls": calls}
+    return {**message, "tool_calls": calls} if calls else message
 
 
 def _with_parts(message: Fields, parts: bool) -> Fields:
@@ -447,6 +474,11 @@ def _with_parts(message: Fields, parts: bool) -> Fields:
     return {**message, "content": [{"type": "text", "text": t} for t in texts] if parts else "\n".join(texts)}
 
 
+def _replaced(messages: list[Fields], words: Mapping[int, str]) -> list[Fields]:
+    """The messages, some with other words."""
+    return [{**message, "content": words[i]} if i in words else message for i, message in enumerate(messages)]
+
+
 # ---------------------------------------------------------------- checks
 
 
@@ -454,78 +486,25 @@ def _within(span: Span, other: Span) -> bool:
     return other[0] <= span[0] and span[1] <= other[1]
 
 
-def _cut(text: str, spans: Sequence[Span] | None) -> str:
-    return "".join(text[start:stop] for start, stop in spans or ())
-
-
-def _check_calls(
-    messages: list[Fields], wanted: list[bool], rendering: Rendering, turns: dict[int, list[Span]], tags: bool
-) -> None:
+def _check_calls(messages: list[Fields], wanted: list[bool], rendering: Rendering, tags: bool) -> None:
     """Raises BadRow if a call is not written, or is to be trained and not in {% generation %}."""
     for i, message in enumerate(messages):
         if not message.get("tool_calls"):
             continue
-        spans = turns.get(i) or [(0, len(rendering.text))]
+        spans = rendering.turns.get(i) or [(0, len(rendering.text))]
         if wanted[i] and tags:
             spans = [block for block in rendering.generated if any(_within(block, span) for span in spans)]
-        written = _cut(rendering.text, spans)
+        written = "".join(rendering.text[start:stop] for start, stop in spans)
         if any(call["function"]["name"] not in written for call in message["tool_calls"]):
-            raise BadRow(
-                f"the chat template does not write the tool calls of message {i}; "
-                "give one that does: --chat-template FILE"
-            )
+            raise BadRow(f"the chat template does not write the tool calls of message {i}; {_FILE}")
 
 
 def _check_tools(tools: list[Fields] | None, text: str) -> None:
     for tool in tools or []:
         name = tool.get("function", tool).get("name")
         if isinstance(name, str) and name not in text:
-            raise BadRow(
-                f"the chat template does not write the tool {name!r}; give one that does: --chat-template FILE, "
-                "or leave them out: --map unused=tools"
-            )
-
-
-def _check_written(
-    template: Template,
-    messages: list[Fields],
-    tools: list[Fields] | None,
-    rendering: Rendering,
-    turns: dict[int, list[Span]],
-) -> None:
-    """Raises BadRow if a message is missing in the text. A message whose words are not in its turn, or that has none,
-    is looked for once more, with words in its place that are nowhere else. Of a leading system message a note says so.
-    """
-    said = [(message.get("content") or "").strip() for message in messages]
-    others = [i for i, m in enumerate(messages) if m["role"] != "assistant" and (i or m["role"] != "system")]
-    absent = {i for i in others if i not in turns and said[i] and said[i] not in rendering.text}
-    short = [i for i in others if i not in turns and said[i] and (len(said[i]) < _TELLING or said.count(said[i]) > 1)]
-    doubtful = [*absent, *short, *(i for i in others if i in turns and said[i] not in _cut(rendering.text, turns[i]))]
-    if doubtful:
-        marks = {i: f"{PROBE}{i}{PROBE}" for i in doubtful}
-        with suppress(BadRow):
-            other = template.render(
-                [{**m, "content": marks[i]} if i in marks else m for i, m in enumerate(messages)], tools
-            )
-            again = dict[int, str]()  # a turn may also have the words in another form, in capitals for instance
-            for turn, (start, stop) in other.turns:
-                again[turn] = again.get(turn, "") + other.text[start:stop]
-            unsaid = (i for i in doubtful if marks[i] not in other.text)
-            absent |= {i for i in unsaid if again.get(i, "") == _cut(rendering.text, turns.get(i))}
-    for i in sorted(absent):
-        role, ways = messages[i]["role"], "give one that does: --chat-template FILE"
-        ways = f"call it 'system' in the data, or {ways}" if role == "developer" else ways
-        raise BadRow(f"the chat template writes nothing for message {i} (role {role!r}); {ways}")
-
-
-def _unread(messages: list[Fields], rendering: Rendering) -> tuple[str, ...]:
-    """Keys of messages that the template does not read, as messages[].KEY."""
-    result: dict[str, None] = {}
-    for message, read in zip(messages, rendering.read, strict=True):
-        thought = any(name in read for name in THOUGHTS)
-        unread = (key for key in unread_keys(message, read) if key not in _LINKS)
-        result |= dict.fromkeys(f"messages[].{key}" for key in unread if not (thought and key in THOUGHTS))
-    return tuple(result)
+            way_out = f"{_FILE}, or leave them out: --map unused=tools"
+            raise BadRow(f"the chat template does not write the tool {name!r}; {way_out}")
 
 
 def _unwritten(message: Fields, turn: str) -> tuple[int, int, int]:

@@ -58,14 +58,13 @@ class MicroBatch:
 
     def halves(self) -> tuple[MicroBatch, MicroBatch]:
         """Of labelled answers: the answers, and their counterparts, whose KL is only read forward."""
-        ends = np.cumsum(self.lengths)
-        return self._chosen(ends, 0), self._chosen(ends, 1)
-
-    def _chosen(self, ends: np.ndarray, first: int) -> MicroBatch:
-        mine = range(first, len(self.lengths), 2)
-        at = np.concatenate([np.arange(ends[i] - self.lengths[i], ends[i]) for i in mine])
-        weights, reference = (None if t is None else t[first::2] for t in (self.weights, self.reference))
-        return MicroBatch(self.ids[at], self.labels[at], self.lengths[first::2], weights, reference)
+        starts, ends = np.cumsum((0, *self.lengths[:-1])), np.cumsum(self.lengths)
+        halves = []
+        for first in (0, 1):
+            at = np.concatenate([np.arange(*span) for span in zip(starts[first::2], ends[first::2], strict=True)])
+            weights, reference = (None if t is None else t[first::2] for t in (self.weights, self.reference))
+            halves.append(MicroBatch(self.ids[at], self.labels[at], self.lengths[first::2], weights, reference))
+        return halves[0], halves[1]
 
 
 @dataclass(frozen=True)
@@ -104,7 +103,7 @@ class Dataset:
     @property
     def memory(self) -> int:
         """Bytes of RAM of the tables, and of the order of sequences in two epochs."""
-        both = (self, *([self.held_out] if self.held_out else []))
+        both = [data for data in (self, self.held_out) if data]
         files = {id(file): 4 * file.offsets.nbytes for data in both for file in data.files}
         return sum(files.values()) + sum(data.pieces.nbytes + 3 * data.rows.nbytes for data in both)
 
@@ -126,17 +125,13 @@ class Dataset:
 
     def check_model(self, vocab: int, positions: int, name: str) -> None:
         """Raises InputError if another model, such as a teacher, has too few tokens or positions for this data."""
-        for data in (self, *([self.held_out] if self.held_out else [])):
-            if data.max_id >= vocab:
-                raise InputError(
-                    f"{name} has {vocab:,} tokens, the data uses ids up to {data.max_id:,}: resize its embeddings as "
-                    "those of the model that is trained, or name another."
-                )
-            if data.longest > positions:
-                raise InputError(
-                    f"{name} has {positions:,} positions, the data has documents of {data.longest:,} tokens: lower "
-                    f"--seq-len to {positions}, or name another."
-                )
+        for data in filter(None, (self, self.held_out)):
+            for size, of, need, way_out in (
+                (vocab, "tokens", data.max_id + 1, "resize its embeddings as those of the model that is trained"),
+                (positions, "positions", data.longest, f"lower --seq-len to {positions}"),
+            ):
+                if need > size:
+                    raise InputError(f"{name} has {size:,} {of}, the data needs {need:,}: {way_out}, or name another.")
 
     @cached_property
     def trained(self) -> float:
@@ -276,40 +271,38 @@ def load_dataset(
     scratch = Temporary("trireme-tokens-") if options.cache is None else None
     folder = scratch.path if scratch else Path(options.cache or "")
     how = Preparation(options, codec, parse_map(options.map), folder, progress)
-    result = [Sources([spool(sys.stdin.buffer, folder)], [], []) if text == "-" else find(text) for text in sources]
-    named = [file for each in result for file in each.files]
-    notes = [note for each in result for note in each.notes]
-    share, val_given = parse_val(options.val)
-    if held := [file for each in result for file in each.held_out]:
+    named = [Sources([spool(sys.stdin.buffer, folder)], [], []) if text == "-" else find(text) for text in sources]
+    train, notes = [file for one in named for file in one.files], [note for one in named for note in one.notes]
+    share, val = parse_val(options.val)
+    if held := [file for one in named for file in one.held_out]:
         names = ", ".join(dict.fromkeys(map(str, held)))
         notes.append(f"{names}: not read, as --val is given" if options.val else f"held out, by its name: {names}")
-        val_given = val_given if options.val else held
-    files = tuple(how.tokens(source) for source in named)
+        val = val if options.val else held
+    files = tuple(map(how.tokens, train))
     if nowhere := set.intersection(*(set(file.meta["absent"]) for file in files)):
         raise InputError(f"--map names {', '.join(map(repr, sorted(nowhere)))}, a column that no row has. Correct it.")
-    rows, held_out, apart = documents.documents_of(files, options.kind), None, ""
-    if val_given:
-        val_files = tuple(how.tokens(source) for source in val_given)
-        held_out = _lay_out(val_given, val_files, documents.documents_of(val_files, options.kind), codec, options)
-        both = {file.meta["key"] for file in files}
-        for source, file in zip(val_given, val_files, strict=True):
-            if file.meta["key"] in both:
-                what = "eval_loss does not measure the loss on unseen data"
-                notes.append(f"{source} is trained on and held out: {what}")
+    rows, held_out, drawn = documents.documents_of(files, options.kind), None, ""
+    if val:
+        val_files = tuple(map(how.tokens, val))
+        held_out = _lay_out(val, val_files, documents.documents_of(val_files, options.kind), codec, options)
+        keys = {file.meta["key"] for file in files}
+        notes += [
+            f"{source} is trained on and held out: eval_loss does not measure the loss on unseen data"
+            for source, file in zip(val, val_files, strict=True)
+            if file.meta["key"] in keys
+        ]
     elif share:
         before, text = len(rows), all(map(is_text, files))
         rows, kept = documents.hold_out(rows, share, options.seed, options.seq_len * text)
-        held_out = _lay_out([replace(source, weight=1.0) for source in named], files, kept, codec, options)
-        parts = len(rows) + len(kept) != before
-        apart = (
-            f"{compact(int(kept['length'].sum()))} tokens, drawn from all texts," if parts else count(len(kept), "row")
-        )
-    train = _lay_out(named, files, rows, codec, options)
-    if held_out and apart:
+        held_out = _lay_out([replace(source, weight=1.0) for source in train], files, kept, codec, options)
+        parts = f"{compact(int(kept['length'].sum()))} tokens, drawn from all texts,"
+        drawn = parts if len(rows) + len(kept) != before else count(len(kept), "row")
+    dataset = _lay_out(train, files, rows, codec, options)
+    if held_out and drawn:
         notes += [f"of the rows held out: {line}" for line in held_out.report.losses()]
     notes += notes_on(files, codec, how.renames, options)
-    report = replace(train.report, held_out=apart, notes=tuple(notes))
-    return replace(train, report=report, held_out=held_out, scratch=scratch)
+    report = replace(dataset.report, held_out=drawn, notes=tuple(notes))
+    return replace(dataset, report=report, held_out=held_out, scratch=scratch)
 
 
 def find_labels(sources: Sequence[str], map: str | None) -> tuple[str, ...]:

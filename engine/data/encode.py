@@ -12,12 +12,11 @@ from trireme.engine.data.chat import ChatTemplate, Marked
 from trireme.engine.data.forms import Example, Ids, Text
 from trireme.engine.data.read import CONTEXT, ROW, BadRow
 from trireme.engine.data.template import Span
-from trireme.engine.data.tokenizer import Tokenizer
+from trireme.engine.data.tokenizer import Tokenizer, Tokens
 
 WINDOW = 1 << 20  # characters of a piece: the library takes about 170 bytes each
-COUNTED = ("characters", "unknown", "said", "unwritten", "beside", "thoughtless", "early", "spaced")
-
-Made = tuple[np.ndarray, np.ndarray] | BadRow  # ids (n,) int32, trained (n,) bool
+OF_TEXTS = ("said", "unwritten", "beside", "thoughtless")  # counts of Marked
+COUNTED = ("characters", "unknown", *OF_TEXTS, "early", "spaced")
 
 
 class Encoded(NamedTuple):
@@ -28,50 +27,41 @@ class Encoded(NamedTuple):
     lengths: list[int]  # of each example; 0 of a bad one
     faults: dict[int, str]  # of bad ones
     counts: Counter[str]  # of COUNTED
-    unread: tuple[str, ...]  # keys that the template does not read
+    unread: tuple[str, ...]  # keys that the template does not write
 
 
 def encode(
     examples: Sequence[Example],
     tokenizer: Tokenizer | None,
     template: ChatTemplate | None,
-    begin: Callable[[int], None] = lambda _: None,
+    limit: Callable[[int], None] = lambda _: None,
 ) -> Encoded:
-    """The tokens of examples. `tokenizer` may be None if all are token ids. Calls begin(characters) before work."""
-    made, counts, unread = dict[int, Made](), Counter[str](), dict[str, None]()
-    plain, marked = dict[int, Text](), dict[int, Marked]()
+    """The tokens of examples. `tokenizer` may be None if all are token ids. Calls limit(characters) before work."""
+    results, texts = dict[int, tuple[np.ndarray, np.ndarray] | BadRow](), dict[int, Marked]()
     for i, example in enumerate(examples):
         try:
             if isinstance(example, Ids):
-                made[i] = _ids(example)
-            elif isinstance(example, Text):
-                check(example.text)
-                if example.begins:
-                    marked[i] = Marked(example.text, [(example.begins, len(example.text))])
-                else:
-                    plain[i] = example
+                results[i] = _ids(example)
             else:
-                assert template, "prepare.py takes the plain form of conversations where there is none"
-                begin(size(example))
-                marked[i] = template.mark(example)
-                check(marked[i].text)
+                limit(size(example))
+                texts[i] = _marked(example, template)
         except BadRow as error:
-            made[i] = error
-    if tokenizer:
-        made |= _plain(plain, tokenizer, begin)
-        made |= _marked(examples, {i: m for i, m in marked.items() if i not in made}, tokenizer, counts, unread, begin)
-    good = {i: each for i, each in made.items() if not isinstance(each, BadRow)}
-    faults = {i: str(each) for i, each in made.items() if isinstance(each, BadRow)}
-    lengths = [len(good[i][0]) if i in good else 0 for i in range(len(examples))]
-    order = [good[i] for i in sorted(good)] or [(np.zeros(0, np.int32), np.zeros(0, bool))]
-    ids, trained = (np.concatenate(parts) for parts in zip(*order, strict=True))
-    if tokenizer:
-        counts["unknown"] = 0 if tokenizer.unknown is None else int((ids == tokenizer.unknown).sum())
-        texts = [
-            *(text.text for i, text in plain.items() if i in good),
-            *(m.text for i, m in marked.items() if i in good),
-        ]
-        counts["characters"] = sum(map(len, texts))
+            results[i] = error
+    counts, unread = Counter[str](), dict[str, None]()
+    for i, tokens in _tokenized(examples, texts, tokenizer, limit) if tokenizer else ():
+        assert tokenizer
+        text = texts[i]
+        results[i] = tokens if isinstance(tokens, BadRow) else _trained(examples[i], text, tokens, tokenizer, counts)
+        if not isinstance(tokens, BadRow):
+            counts.update({name: getattr(text, name) for name in OF_TEXTS}, characters=len(text.text))
+            unread |= dict.fromkeys(text.unread)
+    good = {i: tokens for i, tokens in sorted(results.items()) if not isinstance(tokens, BadRow)}
+    faults = {i: str(tokens) for i, tokens in results.items() if isinstance(tokens, BadRow)}
+    empty = (np.zeros(0, np.int32), np.zeros(0, bool))
+    ids, trained = (np.concatenate(parts) for parts in zip(empty, *good.values(), strict=True))
+    if tokenizer and tokenizer.unknown is not None:
+        counts["unknown"] = int((ids == tokenizer.unknown).sum())
+    lengths = [len(good.get(i, empty)[0]) for i in range(len(examples))]
     return Encoded(ids, trained, lengths, faults, counts, tuple(unread))
 
 
@@ -113,77 +103,63 @@ def check(text: str) -> None:
         raise BadRow(f"holds {text[error.start]!r}, half of a surrogate pair, which is not a character") from None
 
 
-def _ids(example: Ids) -> Made:
+def _ids(example: Ids) -> tuple[np.ndarray, np.ndarray]:
     ids = np.array(example.ids, np.int32)
-    return _first(ids, np.ones(len(ids), bool) if example.trained is None else np.array(example.trained, bool))
-
-
-def _first(ids: np.ndarray, trained: np.ndarray) -> Made:
-    """The first token of a document cannot be trained."""
-    trained[:1] = False
+    trained = np.ones(len(ids), bool) if example.trained is None else np.array(example.trained, bool)
+    trained[:1] = False  # nothing predicts the first token
     return ids, trained
 
 
-def _plain(texts: dict[int, Text], tokenizer: Tokenizer, begin: Callable[[int], None]) -> dict[int, Made]:
-    """Texts of which all is trained."""
-    begin(sum(len(text.text) for text in texts.values()))
-    whole = {i: text for i, text in texts.items() if not (text.before or text.after)}
-    result: dict[int, Any] = dict(zip(whole, tokenizer.encode([text.text for text in whole.values()]), strict=True))
-    made = dict[int, Made]()
-    for i, text in texts.items():
-        ids = result[i] if i in result else tokenizer.part(text.before, text.text, text.after)
-        if isinstance(ids, BadRow):
-            made[i] = ids
-            continue
-        ids = ids[0] if i in result else ids
-        if text.starts:
-            ids, _ = tokenizer.wrap(ids, text.ends)
-            made[i] = _first(ids, np.ones(len(ids), bool))
-        else:
-            if text.ends and tokenizer.eos is not None and ids[-1:].tolist() != [tokenizer.eos]:
-                ids = np.append(ids, np.int32(tokenizer.eos))
-            made[i] = ids, np.ones(len(ids), bool)
-    return made
+def _marked(example: Example, template: ChatTemplate | None) -> Marked:
+    """The text of an example, with what is trained of it; of running text, all of which is, no span. Raises BadRow."""
+    if isinstance(example, Text):
+        marked = Marked(example.text, [(example.begins, len(example.text))] if example.begins else [])
+    else:
+        assert template, "prepare.py takes the plain form of conversations where there is none"
+        assert not isinstance(example, Ids)
+        marked = template.mark(example)
+    check(marked.text)
+    return marked
 
 
-def _marked(
-    examples: Sequence[Example],
-    marked: dict[int, Marked],
-    tokenizer: Tokenizer,
-    counts: Counter[str],
-    unread: dict[str, None],
-    begin: Callable[[int], None],
-) -> dict[int, Made]:
-    """Texts of which spans are trained."""
-    begin(sum(len(whole.text) for whole in marked.values()))
-    result, made = tokenizer.encode([whole.text for whole in marked.values()], offsets=True), dict[int, Made]()
-    for (i, whole), tokens in zip(marked.items(), result, strict=True):
-        if isinstance(tokens, BadRow):
-            made[i] = tokens
-            continue
-        ids, offsets = tokens
-        assert offsets is not None
-        trained = overlap(within(ids, offsets, whole.text, tokenizer.greedy), whole.spans)
-        example = examples[i]
-        if isinstance(example, Text):
-            starts = offsets[:, 0][trained]
-            spaced = len(starts) and starts[0] < example.begins and whole.text[example.begins - 1].isspace()
-            counts["spaced"] += bool(spaced)
-            ids, lead = tokenizer.wrap(ids, example.ends)
-            flags = np.ones(len(ids), bool)  # the end token too
-            flags[: lead + len(trained)] = np.concatenate([np.zeros(lead, bool), trained])
-            trained = flags
-        made[i] = _first(ids, trained)
-        learned = ids[trained]
-        ends = sum(int(np.count_nonzero(learned == stop)) for stop in tokenizer.stop_ids)
-        counts["early"] += ends > len(whole.spans)
-        for name in ("said", "unwritten", "beside", "thoughtless"):
-            counts[name] += getattr(whole, name)
-        unread |= dict.fromkeys(whole.unread)
-    return made
+def _tokenized(
+    examples: Sequence[Example], texts: dict[int, Marked], tokenizer: Tokenizer, limit: Callable[[int], None]
+) -> Iterator[tuple[int, Tokens | BadRow]]:
+    """Yields the tokens of texts, with offsets but of running text."""
+    running = {i: example for i in texts if isinstance(example := examples[i], Text) and not example.begins}
+    whole = [i for i, example in running.items() if not (example.before or example.after)]
+    limit(sum(len(text.text) for text in texts.values()))
+    for numbers, offsets in ((whole, False), ([i for i in texts if i not in running], True)):
+        yield from zip(numbers, tokenizer.encode([texts[i].text for i in numbers], offsets), strict=True)
+    for i in running.keys() - whole:
+        yield i, tokenizer.part(running[i].before, running[i].text, running[i].after)
 
 
-def within(ids: np.ndarray, offsets: np.ndarray, text: str, greedy: dict[int, str]) -> np.ndarray:
+def _trained(
+    example: Example, text: Marked, tokens: Tokens, tokenizer: Tokenizer, counts: Counter[str]
+) -> tuple[np.ndarray, np.ndarray]:
+    """(ids (n,) int32, trained (n,) bool) of an example, with the tokens around a text."""
+    ids, offsets = tokens
+    trained = np.ones(len(ids), bool)
+    if offsets is not None:
+        trained = overlap(without_spaces(ids, offsets, text.text, tokenizer.greedy), text.spans)
+    if isinstance(example, Text):
+        if offsets is not None and trained.any():
+            start = offsets[trained.argmax(), 0]
+            counts["spaced"] += bool(start < example.begins and text.text[example.begins - 1].isspace())
+        n = len(ids)
+        ids, lead = tokenizer.wrap(ids, example.starts, example.ends)
+        tail = np.ones(len(ids) - lead - n, bool)  # the end token too
+        trained = np.concatenate([np.full(lead, offsets is None), trained, tail])
+    if not isinstance(example, Text) or example.starts:
+        trained[:1] = False  # nothing predicts the first token
+    if offsets is not None:
+        ends = sum(int(np.count_nonzero(ids[trained] == stop)) for stop in tokenizer.stop_ids)
+        counts["early"] += ends > len(text.spans)
+    return ids, trained
+
+
+def without_spaces(ids: np.ndarray, offsets: np.ndarray, text: str, greedy: dict[int, str]) -> np.ndarray:
     """The offsets (n, 2) without the spaces that `greedy` tokens take."""
     if not greedy:
         return offsets
@@ -191,8 +167,8 @@ def within(ids: np.ndarray, offsets: np.ndarray, text: str, greedy: dict[int, st
     for at in np.flatnonzero(np.isin(ids, list(greedy))).tolist():
         start, stop = offsets[at].tolist()
         content = greedy[int(ids[at])]
-        if stop - start > len(content) and (result := text[start:stop].find(content)) >= 0:
-            offsets[at] = start + result, start + result + len(content)
+        if stop - start > len(content) and (within := text[start:stop].find(content)) >= 0:
+            offsets[at] = start + within, start + within + len(content)
     return offsets
 
 

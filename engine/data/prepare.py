@@ -11,8 +11,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from trireme.engine.amounts import count
 from trireme.engine.data.answers import PAIRED, SCORED, Kind, classes_of, read
-from trireme.engine.data.codec import Codec, Numbered, RowDied, encoded
+from trireme.engine.data.codec import Codec, Died, Numbered, encoded
 from trireme.engine.data.documents import counterparts
 from trireme.engine.data.encode import COUNTED, Encoded, pieces, size
 from trireme.engine.data.find import DataFile, Rows
@@ -88,46 +89,32 @@ class Preparation:
             if shares and o.shared:
                 evict(o.shared, key)
         if o.vocab_size is not None and made.meta["max_id"] >= o.vocab_size:
-            raise InputError(self._beyond(source, made.meta["max_id"], o.vocab_size))
+            tokens, way_out = self.codec.facts.vocab_size if self.codec else 0, "Name its own: --tokenizer FOLDER."
+            if o.vocab_size < tokens <= o.vocab_size + _ADDED:
+                way_out = f"Or resize the model: model.resize_token_embeddings({tokens}) in transformers. {way_out}"
+            raise InputError(
+                f"{source} has token id {made.meta['max_id']}, the model's vocabulary is {o.vocab_size}: the tokenizer "
+                f"does not belong to this model. {way_out}"
+            )
         return made
 
     def _key(self, source: DataFile) -> str:
         o, sums, done = self.options, list[str](), 0
         for path in source.files:
-            far = lambda at, done=done: (
-                self.progress and self.progress(f"{source.path.name} (checksum)", done + at, source.size)
-            )
-            sums.append(digest(path, far))
+
+            def tell(at: int, done: int = done) -> None:
+                if self.progress:
+                    self.progress(f"{source.path.name} (checksum)", done + at, source.size)
+
+            sums.append(digest(path, tell))
             done += path.stat().st_size
         facts = (self.codec.facts.tokenizer, self.codec.facts.template) if self.codec else None
         labels = o.labels if o.kind == "classes" else None
-        return key_of(
-            sums,
-            source.kind,
-            facts,
-            self.renames,
-            o.skip_bad,
-            o.max_samples,
-            o.media,
-            o.system,
-            o.variables,
-            o.kind,
-            labels,
-        )
-
-    def _beyond(self, source: DataFile, token: int, vocabulary: int) -> str:
-        said = f"{source} has token id {token}, the model's vocabulary is {vocabulary}: "
-        tokens = self.codec.facts.vocab_size if self.codec else 0
-        if vocabulary < tokens <= vocabulary + _ADDED:
-            return (
-                f"{said}the tokenizer has {tokens - vocabulary} tokens that the model was not given. Give it "
-                f"embeddings for them with transformers, model.resize_token_embeddings({tokens}), or name another: "
-                "--tokenizer FOLDER."
-            )
-        return f"{said}the tokenizer does not belong to this model. Name the right one: --tokenizer FOLDER."
+        rows = (self.renames, o.skip_bad, o.max_samples, o.media, o.system, o.variables, o.kind, labels)
+        return key_of(sums, source.kind, facts, *rows)
 
 
-class _Waiting(NamedTuple):
+class _Pending(NamedTuple):
     """Of an example that is not written yet."""
 
     form: str
@@ -146,9 +133,9 @@ class _File:
         eos = how.codec.facts.eos_token if how.codec else None
         self.rows = Rows(source.files, self.options.max_samples, [eos] if eos else [])
         self.classes = classes_of(self.options.labels)
-        self.waiting = deque[_Waiting]()
-        self.pair = list[tuple[np.ndarray, np.ndarray, _Waiting]]()
-        self.faults = list[str]()  # of the row that is being written
+        self.pending = deque[_Pending]()
+        self.pair = list[tuple[np.ndarray, np.ndarray, _Pending]]()
+        self.fault = ""  # of the row that is being written
         self.broken = False  # a piece of the last document was bad
         self.prompts, self.words = list[int](), list[int]()  # hashes, of labelled answers
         self.n = self.bad = 0
@@ -177,30 +164,26 @@ class _File:
             self._judge()
             if self.options.kind == "labels":
                 self._write_counterparts()
-            return self.writer.finish(self._meta())
-        except RowDied as error:
+            unused = [shown(key) if key.strip() else "a column without a name" for key in [*self.unused][:_NAMED]]
+            unused += [f"{len(self.unused) - _NAMED:,} others"] if len(self.unused) > _NAMED else []
+            meta = {"unused": unused, "rows": self.n, "bad": self.bad, "first_bad": self.first_bad}
+            meta |= {"name": self.source.path.name, "forms": dict(self.forms.most_common())}
+            return self.writer.finish(meta | {"absent": sorted(self.absent), "counts": dict(self.counts)})
+        except Died as error:
             raise InputError(f"{self.source} {self.rows.unit} {error.row}: {error}. Leave that row out.") from None
         finally:
             self.writer.close()
-            if self.waiting and self.how.codec:
+            if self.pending and self.how.codec:
                 self.how.codec.close()  # stopped by an error or Ctrl-C: a process may be busy
-
-    def _meta(self) -> dict[str, Any]:
-        unused = [shown(key) if key.strip() else "a column without a name" for key in [*self.unused][:_NAMED]]
-        unused += [f"{len(self.unused) - _NAMED:,} others"] if len(self.unused) > _NAMED else []
-        return {
-            "name": self.source.path.name, "forms": dict(self.forms.most_common()), "unused": unused, "rows": self.n,
-            "bad": self.bad, "first_bad": self.first_bad, "absent": sorted(self.absent), "counts": dict(self.counts),
-        }  # fmt: skip
 
     # ------------------------------------------------ rows
 
     def _batches(self) -> Iterator[Numbered]:
         batch, characters, most = Numbered(), 0, _FIRST_ROWS
         for row in self.rows:
-            for example, waiting in self._taken(row):
+            for example, pending in self._examples(row):
                 batch.append((row.number, example))
-                self.waiting.append(waiting)
+                self.pending.append(pending)
                 characters += size(example)
                 if len(batch) >= most or characters >= _BATCH_CHARACTERS:
                     yield batch
@@ -208,30 +191,30 @@ class _File:
         if batch:
             yield batch
 
-    def _taken(self, row: Row) -> Iterator[tuple[Example, _Waiting]]:
+    def _examples(self, row: Row) -> Iterator[tuple[Example, _Pending]]:
         self.n += row.starts
         try:
             if isinstance(row.value, BadRow):
                 raise row.value
             self.absent -= row.value.keys()
             said = read(row.value, self.how.renames, self.options.kind, self.classes, self.source.is_table)
-            examples = [self._dressed(example, row) for example in said.examples]
+            examples = [self._completed(example, row) for example in said.examples]
         except BadRow as error:
             self._reject(row.number, str(error))
             return
         if self.hopeless:
             return
         self.unused |= dict.fromkeys(said.unused)
-        self.counts["chats"] += sum(isinstance(example, Chat) for example in examples)
-        self.counts["tools"] += sum(isinstance(example, Chat) and example.tools is not None for example in examples)
+        chats = [example for example in examples if isinstance(example, Chat)]
+        self.counts.update(chats=len(chats), tools=sum(chat.tools is not None for chat in chats))
         weights = (said.weight, -said.weight if self.options.kind == "labels" else said.weight)
         for i, (example, weight) in enumerate(zip(examples, weights, strict=False)):
-            parts, value = [*pieces(example)], said.value if i == 0 else 0.0
+            parts = [*pieces(example)]
             for k, part in enumerate(parts):
                 starts, last = not isinstance(part, Text) or part.starts, i + 1 == len(examples) and k + 1 == len(parts)
-                yield part, _Waiting(said.form, weight, value, starts, last)
+                yield part, _Pending(said.form, weight, 0.0 if i else said.value, starts, last)
 
-    def _dressed(self, example: Example, row: Row) -> Example:
+    def _completed(self, example: Example, row: Row) -> Example:
         """An example with --system and --chat-template-kwargs, in a form that the checkpoint can read. Raises
         InputError.
         """
@@ -268,7 +251,7 @@ class _File:
 
     def _judge(self) -> None:
         """Raises InputError if rows are bad, or none is good."""
-        rows = f"{self.n:,} rows" if self.n != 1 else "1 row"
+        rows = count(self.n, "row")
         if self.n == 0:
             raise InputError(f"{self.source} holds no rows. Name another file with --data.")
         first = f"{self.source} {self.first_bad.rstrip('.')}"
@@ -281,18 +264,15 @@ class _File:
     # ------------------------------------------------ tokens
 
     def _put_all(self, batch: Numbered, made: Encoded) -> None:
-        for name, n in made.counts.items():
-            self.counts[name] += n
+        self.counts.update(made.counts)
         self.unused |= dict.fromkeys(made.unread)
-        faults, at = dict(made.faults), 0
-        media = [token for token, _ in self.options.media]
+        at, media = 0, [token for token, _ in self.options.media]
         suspect = len(made.ids) and (made.ids.max() >= self.vocabulary or (media and np.isin(made.ids, media).any()))
         for i, (length, (number, _)) in enumerate(zip(made.lengths, batch, strict=True)):
             ids, trained = made.ids[at : at + length], made.trained[at : at + length]
             at += length
-            if i not in faults and (suspect or self.options.kind):
-                faults[i] = self._fault(ids, trained)
-            self._put(number, ids, trained, faults.get(i, ""))
+            fault = made.faults.get(i) or (self._fault(ids, trained) if suspect or self.options.kind else "")
+            self._put(number, ids, trained, fault)
 
     def _fault(self, ids: np.ndarray, trained: np.ndarray) -> str:
         if named := [name for token, name in self.options.media if token in ids]:
@@ -304,29 +284,33 @@ class _File:
         return "an answer has no token to learn" if self.options.paired and not trained.any() else ""
 
     def _put(self, number: int, ids: np.ndarray, trained: np.ndarray, fault: str) -> None:
-        w = self.waiting.popleft()
-        self.faults += [fault] if fault else []
+        p = self.pending.popleft()
+        self.fault = self.fault or fault
         if self.options.paired:
-            self.pair.append((ids, trained, w))
-        elif fault and not w.starts and not self.broken:
-            self.writer.drop()
-        self.broken = bool(fault) or (self.broken and not w.starts)
-        if not self.options.paired and not self.broken:
-            every = self.options.kind == "classes"
-            self.writer.add(ids, np.ones(len(ids), bool) if every else trained, w.starts, w.weight, w.value)
-        if not w.last:
-            return
-        if self.faults:
-            self._reject(number, self.faults[0])
+            self.pair.append((ids, trained, p))
         else:
-            self.forms[w.form] += w.starts
-        for ids, trained, w in self.pair if not self.faults else ():
-            self.writer.add(ids, trained, True, w.weight, w.value)
+            if fault and not p.starts and not self.broken:
+                self.writer.drop()
+            self.broken = bool(fault) or (self.broken and not p.starts)
+            if not self.broken:
+                every = np.ones(len(ids), bool) if self.options.kind == "classes" else trained
+                self.writer.add(ids, every, p.starts, p.weight, p.value)
+        if not p.last:
+            return
+        if self.fault:
+            self._reject(number, self.fault)
+        else:
+            self.forms[p.form] += p.starts
+            self._put_pair()
+        self.pair, self.fault = [], ""
+
+    def _put_pair(self) -> None:
+        for ids, trained, p in self.pair:
+            self.writer.add(ids, trained, True, p.weight, p.value)
             if self.options.kind == "labels":
-                first = int(trained.argmax())
-                self.prompts.append(zlib.crc32(ids[:first].tobytes()) << 32 | zlib.adler32(ids[:first].tobytes()))
-                self.words.append(zlib.crc32(ids[first:].tobytes()))
-        self.pair, self.faults = [], []
+                prompt, words = np.split(ids, [int(trained.argmax())])
+                self.prompts.append(zlib.crc32(prompt.tobytes()) << 32 | zlib.adler32(prompt.tobytes()))
+                self.words.append(zlib.crc32(words.tobytes()))
 
     def _write_counterparts(self) -> None:
         """Behind all answers, writes each one's prompt with an answer of another prompt, as kto measures its KL."""

@@ -15,9 +15,7 @@ import json
 import os
 import re
 import shutil
-import struct
 import weakref
-import zipfile
 import zlib
 from array import array
 from collections.abc import Callable
@@ -36,7 +34,7 @@ VERSION = 2  # of what rows become: raise it when equal rows get other tokens or
 SHARE = 20  # a shared folder takes at most a twentieth of its drive
 _BLOCK = 1 << 22
 _NAME = re.compile(r"[0-9a-f]{24}\.(npz|tokens)")
-_TABLES = {"offsets": np.int64, "trained": np.int64, "weights": np.float64, "values": np.float64}
+_TABLES = ("offsets", "trained", "weights", "values")
 
 
 def digest(path: Path, tell: Callable[[int], object] = lambda _: None) -> str:
@@ -117,40 +115,30 @@ class Writer:
         self._scratch = Temporary(".making-", folder)  # of this process: two may make one key
         self._dtype = np.dtype("<u2" if vocabulary <= 1 << 15 else "<u4")
         self._file = (self._scratch.path / "tokens").open("w+b")
-        self._lengths, self._trained = array("q"), array("q")  # there may be many millions
+        self._lengths, self._trained, self._largest = array("q"), array("q"), array("q")  # there may be many millions
         self._weights, self._values = array("d"), array("d")
-        self._crc, self.max_id = 0, -1
-        self._before = (0, 0, -1)  # bytes, checksum and largest id before the last document
-
-    @property
-    def n_documents(self) -> int:
-        return len(self._lengths)
 
     def add(
         self, ids: np.ndarray, trained: np.ndarray, starts: bool = True, weight: float = 1.0, value: float = 0.0
     ) -> None:
         """Adds a document: ids (n,) int32, trained (n,) bool. Without `starts` they continue the last document."""
         if starts:
-            self._before = (self._file.tell(), self._crc, self.max_id)
-            for table, first in zip(self._tables(), (0, 0, weight, value), strict=True):
+            for table, first in zip(self._tables(), (0, 0, -1, weight, value), strict=True):
                 table.append(first)
-        if len(ids):
-            self.max_id = max(self.max_id, int(ids.max()))
         top = _top_bit(self._dtype)
-        assert self.max_id < top
-        block = (ids.astype(self._dtype) | trained.astype(self._dtype) * self._dtype.type(top)).tobytes()
-        self._crc = zlib.crc32(block, self._crc)
-        self._file.write(block)
+        largest = int(ids.max(initial=-1))
+        assert largest < top
+        self._file.write((ids.astype(self._dtype) | trained.astype(self._dtype) * self._dtype.type(top)).tobytes())
         self._lengths[-1] += len(ids)
         self._trained[-1] += int(trained.sum())
+        self._largest[-1] = max(self._largest[-1], largest)
 
     def _tables(self) -> tuple[Any, ...]:
-        return self._lengths, self._trained, self._weights, self._values
+        return self._lengths, self._trained, self._largest, self._weights, self._values
 
     def drop(self) -> None:
         """Removes the last document, which was not complete."""
-        end, self._crc, self.max_id = self._before
-        self._file.seek(end)
+        self._file.seek(self._file.tell() - self._lengths[-1] * self._dtype.itemsize)
         self._file.truncate()
         for table in self._tables():
             table.pop()
@@ -171,12 +159,12 @@ class Writer:
         """Gives the file its name and opens it. Raises OSError."""
         self._file.flush()
         os.fsync(self._file.fileno())
-        offsets = np.concatenate([[0], np.cumsum(np.array(self._lengths, np.int64))])
-        columns = zip(_TABLES, (offsets, self._trained, self._weights, self._values), strict=True)
-        tables = {name: np.array(column, _TABLES[name]) for name, column in columns}
-        meta = meta | {"key": self._key, "dtype": self._dtype.str, "max_id": self.max_id, "crc32": self._crc}
+        offsets = np.concatenate([[0], np.cumsum(self._lengths, dtype=np.int64)])
+        tables = dict(zip(_TABLES, map(np.array, (offsets, self._trained, self._weights, self._values)), strict=True))
+        meta = meta | {"key": self._key, "dtype": self._dtype.str, "max_id": max(self._largest, default=-1)}
+        text = json.dumps(meta | {"crc32": _crc_of(self._file.fileno())}).encode()
         with (self._scratch.path / "npz").open("wb") as file:
-            np.savez(file, **{**tables, "meta": np.frombuffer(json.dumps(meta).encode(), np.uint8)})  # type: ignore[arg-type]
+            np.savez(file, **tables, meta=np.frombuffer(text, np.uint8))  # type: ignore[arg-type]
             file.flush()
             os.fsync(file.fileno())
         for kind in ("tokens", "npz"):  # the same bytes, if another process makes them meanwhile
@@ -195,27 +183,24 @@ class Writer:
 
 
 def opened(folder: Path, key: str) -> TokenFile | None:
-    """Opens a file of tokens; None if it is not there or not intact. Raises MemoryError: it may be intact."""
+    """Opens a file of tokens; None if it is not there or not intact."""
+    path = folder / f"{key}.tokens"
     try:
-        with np.load(folder / f"{key}.npz", allow_pickle=False) as file:  # it compares a checksum of each table
+        with np.load(path.with_suffix(".npz"), allow_pickle=False) as file:  # it compares a checksum of each table
             meta = json.loads(file["meta"].tobytes())
             tables = {name: file[name] for name in _TABLES}
-        fd = os.open(folder / f"{key}.tokens", os.O_RDONLY | os.O_CLOEXEC)
-    except (OSError, ValueError, LookupError, EOFError, NotImplementedError, RecursionError, RuntimeError):
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    except Exception:  # whatever a damaged archive raises
         return None
-    except (zipfile.BadZipFile, zlib.error, struct.error):
-        return None
-    try:
-        made = TokenFile(folder / f"{key}.tokens", fd, np.dtype(meta["dtype"]), meta, **tables)
-        if meta["key"] != key or os.fstat(fd).st_size != made.nbytes or _crc_of(fd) != meta["crc32"]:
-            raise ValueError
-        with contextlib.suppress(OSError):
-            os.utime(folder / f"{key}.npz")  # when it was used last
-    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError):
-        os.close(fd)
-        return None
+    made = TokenFile(path, fd, np.dtype(meta["dtype"]), meta, **tables)
     weakref.finalize(made, os.close, fd)
-    return made
+    with contextlib.suppress(OSError):
+        if meta["key"] != key or os.fstat(fd).st_size != made.nbytes or _crc_of(fd) != meta["crc32"]:
+            return None
+        with contextlib.suppress(OSError):
+            os.utime(path.with_suffix(".npz"))  # when it was used last
+        return made
+    return None
 
 
 def _crc_of(fd: int) -> int:

@@ -12,7 +12,7 @@ import pytest
 from chats import CHATML, TALK, make_tokenizer
 
 from trireme.engine.data import codec as processes
-from trireme.engine.data.codec import RowDied, encoded, load_codec
+from trireme.engine.data.codec import Died, encoded, load_codec
 from trireme.engine.data.dataset import DataOptions, load_dataset
 from trireme.engine.data.forms import Chat, Text
 from trireme.models.config import InputError
@@ -55,17 +55,22 @@ def test_rows_that_are_nested_too_deeply_are_bad_rows(tmp_path):
     codec.close()
 
 
-@pytest.mark.full
-def test_a_process_that_dies_names_the_row_and_the_next_call_has_another(tmp_path):
+def test_a_process_that_dies_is_replaced_and_names_its_row(tmp_path):
     codec = made(tmp_path)
     assert codec.decode([68]) == "a"
-    pid = codec.submit(_pid).result()
-    os.kill(pid, signal.SIGKILL)
-    ((_, found),) = encoded(codec, [chats("good", "good")], 1)
-    assert not found.faults
-    with pytest.raises(RowDied) as error:
-        list(encoded(codec, [[(7, Text("a")), (8, _Abort())]], 1))
+    for _ in range(3):  # killed from outside: nothing is lost, whether or not the pool knows it already
+        os.kill(codec.submit(_pid).result(), signal.SIGKILL)
+        rows = [
+            row for batch, result in encoded(codec, [chats("good", "good")], 1) for row in batch if not result.faults
+        ]
+        assert len(rows) == 2
+        os.kill(codec.submit(_pid).result(), signal.SIGKILL)
+        assert codec.decode([68]) == "a"
+    batches, numbers = [[(n, Text("a"))] for n in range(7)] + [[(7, Text("a")), (8, _Abort())]], []
+    with pytest.raises(Died) as error:
+        numbers += (number for batch, _ in encoded(codec, batches, 1 << 30) for number, _ in batch)
     assert error.value.row == 8
+    assert numbers == [*range(7)]
     assert codec.decode([68]) == "a"
     codec.close()
 

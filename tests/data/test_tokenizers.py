@@ -70,7 +70,7 @@ def test_real_tokenizers(real, name):
         assert offsets.shape == (len(ids), 2)
     pieces, at = [], 0
     for stop in (*(text.index("\n", i) + 1 for i in range(4_000, 19_000, 4_000)), len(text)):
-        pieces.append(ours.part(text[max(0, at - CONTEXT) : at], text[at:stop], text[stop : stop + CONTEXT]))
+        pieces.append(ours.part(text[max(0, at - CONTEXT) : at], text[at:stop], text[stop : stop + CONTEXT])[0])
         at = stop
     assert np.concatenate(pieces).tolist() == ours.encode([text])[0][0].tolist()
 
@@ -115,8 +115,7 @@ def test_dropout_truncation_and_ends(tmp_path):
     [
         ("tokenizer.json", "{", "tokenizer.json"),
         ("tokenizer_config.json", "[]", "tokenizer_config.json"),
-        ("tokenizer_config.json", '{"fast_tokenizer_files": ["a.json"]}', "fast_tokenizer_files"),
-        ("tokenizer_config.json", '{"bos_token": "\\ud800"}', "bos_token"),
+        ("tokenizer_config.json", '{"bos_token": "\\ud800"}', "cannot be used"),
         ("tokenizer_config.json", '{"chat_template": 5}', "chat_template"),
         ("chat_template.jinja", "{% for %}", "line 1"),
     ],
