@@ -234,7 +234,7 @@ def _values(command: str, cls: type[Base], argv: Sequence[str]) -> dict[str, Any
             foreign[name] = value if equals else words.pop(0) if takes else True
         else:
             _refuse(word, name, known, command)
-    theirs = aliases.translated(foreign)
+    theirs = aliases.translated(foreign) if foreign else {}
     if twice := theirs.keys() & values.keys():
         raise InputError(f"{flag(twice.pop())} is given twice, once by another name. Leave one out.")
     return values | theirs

@@ -6,8 +6,9 @@ import json
 import math
 import shutil
 import time
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import date
 from functools import cached_property
@@ -16,7 +17,7 @@ from typing import Any
 
 import torch
 
-from trireme.engine.amounts import count, gib
+from trireme.engine.amounts import count, gb
 from trireme.engine.check import tuned
 from trireme.engine.data.dataset import Dataset, load_dataset
 from trireme.engine.data.find import find
@@ -179,8 +180,14 @@ def make(o: Options, begun: Snapshot | None = None, by_rule: bool = False) -> Jo
         data = read_data(o, opened)
     opened = in_wording(o, opened, data)
     if fixed and data and fingerprint(data) != fixed.data:
-        way = f"Restore it; or train its result on other data: trireme {o.out} --data FILE once it is finished."
-        raise InputError(f"--resume {o.out}: the data is not what the run began with. {way}")
+        way, now = (
+            f"Restore it; or train its result: trireme {o.out} --data FILE once it is finished",
+            config_file.saved(o),
+        )
+        rows = [name for name, f in config_file.FIELDS.items() if "rows" in f.metadata["kind"]]
+        if other := [flag(name) for name in rows if begun and now[name] != begun.options.get(name)]:
+            way = f"Leave {', '.join(other)} out"
+        raise InputError(f"--resume {o.out}: the data is not what the run began with. {way}.")
     planner, stores = replace(planner, limits=less_tables(limits, data, o, opened.cfg)), folder.stores(o)
     o, work = with_work(o, data, room)
     if begun and work.steps < begun.progress.step:
@@ -195,7 +202,7 @@ def make(o: Options, begun: Snapshot | None = None, by_rule: bool = False) -> Jo
         plan, machine = planner.search(work, files, limits, machine, stores, by_rule)
         if group.hosts > 1:
             plan = replace(Plan.of(json.loads(group.texts(json.dumps(asdict(plan)))[0])), host=group.host)
-    if not (assumed or is_absent(o)):
+    if opened.cfg.frozen and not (assumed or is_absent(o)):
         why = why_copied(opened.cfg, plan.dtype, opened.source, opened.stored, stores)
         files = replace(files, copied=f"copied: {why}" if why else "")
     o = in_force(o, opened.cfg, data, plan)
@@ -219,12 +226,12 @@ def check(o: Options, begun: Snapshot | None) -> None:
         raise InputError(f"--store {','.join(o.store)}: name a folder of its own on each drive, and not --out.")
     if o.teacher and here().hosts > 1:
         raise InputError("--teacher: runs with one are on one host. Start it without torchrun.")
-    now = config_file.saved(o)
-    for name, f in config_file.FIELDS.items() if begun else ():
-        before, kind = begun.options.get(name), f.metadata["kind"]  # type: ignore[union-attr]
-        if kind & {"rows", "run"} and "path" not in kind and now[name] != before:
-            began = f"the run began with {before}" if before else "the run began without it"
-            raise InputError(f"{flag(name)} {now[name]}: {began}, which cannot change. Leave it out.")
+    before = begun.options if begun else {}
+    for name, value in config_file.saved(o).items() if begun else ():
+        option = config_file.FIELDS[name]
+        if "run" in option.metadata["kind"] and getattr(o, name) != option.default and value != before.get(name):
+            began = f"the run began with {before.get(name) or 'none'}"
+            raise InputError(f"{flag(name)} {value}: {began}, which cannot change. Leave it out.")
 
 
 def check_named(o: Options) -> None:
@@ -287,10 +294,6 @@ def shared_tokens() -> Path | None:
 def bytes_of(o: Options) -> int:
     """Bytes of the files of --data."""
     return sum(file.path.stat().st_size for text in o.data if text != "-" for file in find(text).files)
-
-
-def nbytes_of(data: Dataset | None) -> int:
-    return data.nbytes(shared_tokens()) if data else 0
 
 
 def fingerprint(data: Dataset) -> str:
@@ -429,7 +432,7 @@ def in_force(o: Options, cfg: ModelConfig, data: Dataset | None, plan: Plan) -> 
 def files_of(o: Options, opened: Opened, data: Dataset | None, work: Work) -> Files:
     """What the run has on drives, and will have, besides training state."""
     cfg, source, out = opened.cfg, opened.source, Path(o.out)
-    tokens = nbytes_of(data)
+    tokens = data.nbytes(shared_tokens()) if data else 0
     held = [file for d in folder.stores(o) for file in version_files(d)]
     held += [file for kind in (f"{folder.RUN}/best-*", "step-*") for file in out.glob(f"{kind}/*.safetensors")]
     dtypes = {t.dtype for name in opened.stored.values() if (t := source.tensors.get(name))}
@@ -459,56 +462,45 @@ def check_room(job: Job) -> None:
     the first snapshot where it is certain to be made. Of state that steps write, a snapshot has links.
     """
     part, stores, on_ssd = job.forecast.disk_parts(), folder.stores(job.options), job.plan.uses("ssd")
-    wanted = [(job.out, part["export"] + part["best"] + part["apart"], "--out")]
     often = job.options.save_every  # after minutes there may be space
-    certain = not often.seconds and job.plan.hosts == 1 and often.times(0, job.total_steps)
-    state, option = part["store"] * bool(certain), "--store, or set --save-every never"
-    if on_ssd:
-        state, option = part["store"] + part["spares"] + part["scratch"] + part["frozen"], "--store"
-    wanted += [(d, state // len(stores), option) for d in stores if state]
+    certain = on_ssd or (not often.seconds and job.plan.hosts == 1 and often.times(0, job.total_steps))
+    state = part["store"] * bool(certain) + on_ssd * (part["spares"] + part["scratch"] + part["frozen"])
+    wanted = [(job.out, part["export"] + part["best"] + part["apart"]), *((d, state // len(stores)) for d in stores)]
     if isinstance(job.source, Cached) and not job.source.is_made():
-        wanted.append((stores[0], job.source.file_bytes, "--store"))
-    by_drive: dict[int, list[tuple[Path, int, str]]] = defaultdict(list)
-    for place, need, name in wanted:
-        by_drive[drive_of(place)].append((place, need, name))
-    for parts in by_drive.values():
-        disk, needs = shutil.disk_usage(existing(parts[0][0])), sum(need for _, need, _ in parts)
-        reserve = reserved(disk.total) if on_ssd and any(name == "--store" for *_, name in parts) else 0
-        if needs > disk.free - reserve:
-            names = " or ".join(dict.fromkeys(name for *_, name in parts))
-            kept = f", {gib(reserve)} of them to stay free for the file system" if reserve else ""
-            raise DoesNotFit(
-                f"{parts[-1][0]}: the run writes {gib(needs)} there, {gib(disk.free)} are free{kept}. Free some, or "
-                f"name another drive with {names}."
-            )
+        wanted.append((stores[0], job.source.file_bytes))
+    needs, places = Counter[int](), {drive_of(place): place for place, need in wanted if need}
+    for place, need in wanted:
+        needs[drive_of(place)] += need
+    for drive, place in places.items():
+        disk = shutil.disk_usage(existing(place))
+        free = disk.free - on_ssd * reserved(disk.total)
+        if needs[drive] > free:
+            way = "Free some, name another drive with --out or --store, or save less often with --save-every"
+            raise DoesNotFit(f"{place}: the run writes {gb(needs[drive])} there, {gb(max(0, free))} are free. {way}.")
 
 
 # ---------------------------------------------------------------- what would fit
 
-BASES, RANK = ("fp8", "nf4"), 16  # what is offered where a run does not fit, the more exact base first
+RANK = 16  # of adapters that are offered
 
 
 def alternatives(o: Options) -> str:
-    """A sentence that offers what would fit, each with its step: a quantized base, adapters, 8-bit moments, a smaller
-    step if nothing else fits.
+    """A sentence that offers what would fit, each with its step: 8-bit moments, adapters, a quantized base (the more
+    exact first), a smaller step if nothing else fits.
     """
-    if o.resume or o.plan:
-        return ""
     frozen = bool(o.lora or o.adapter or o.freeze or o.train)
-    tries: list[dict[str, Any]] = [] if frozen else [{"adam_bits": 8}, {"lora": RANK}]
-    tries += [({} if frozen else {"lora": RANK}) | {"base": base} for base in BASES if o.base is None]
+    lora: dict[str, Any] = {} if frozen else {"lora": RANK}
+    tries: list[dict[str, Any]] = [] if frozen else [{"adam_bits": 8}, lora]
+    tries += [lora | {"base": base} for base in ("fp8", "nf4") if o.base is None]
     tries += [(tries or [{}])[-1] | {"batch_size": o.batch_size // k} for k in (2, 4, 8, 16) if o.batch_size >= k]
     fitting = list[str]()
-    for change in tries:
-        once = fitting and not change.keys().isdisjoint(("base", "batch_size"))
-        if once or any(getattr(o, name) == value for name, value in change.items()):
+    for change in tries if not (o.resume or o.plan) else ():
+        if fitting and change.keys() & {"base", "batch_size"} or o.adam_bits == change.get("adam_bits", 0):
             continue
-        try:
+        with suppress(DoesNotFit, InputError, OSError):
             job = make(replace(o, data=(), val=None, dry_run=True, **change), by_rule=True)
             if not o.assume:
                 check_room(job)
-        except (DoesNotFit, InputError, OSError):
-            continue
-        speed = f", at most {job.forecast.step.step_s:.3g} s a step" if job.on_gpu else ""
-        fitting.append(" ".join(f"{flag(name)} {value}" for name, value in change.items()) + speed)
+            speed = f", at most {job.forecast.step.step_s:.3g} s a step" if job.on_gpu else ""
+            fitting.append(" ".join(f"{flag(name)} {value}" for name, value in change.items()) + speed)
     return f" This fits: {'; or '.join(fitting)}." if fitting else ""

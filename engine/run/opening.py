@@ -92,7 +92,10 @@ def open_model(o: Options, date: str | None) -> Opened:
         why = "the model's experts are balanced by a bias" if cfg.experts else "the model has no experts"
         raise InputError(f"--router-aux: {why}. Leave it out.")
     adapter = read_adapter(Path(o.adapter), cfg) if o.adapter else None
-    cfg = adapted(cfg, lora_of(o, cfg, adapter)) if adapter or o.lora else chosen(cfg, o.freeze, o.train)
+    if adapter or o.lora:
+        cfg = adapted(cfg, lora_of(o, cfg, adapter))
+    elif o.freeze or o.train:
+        cfg = chosen(cfg, o.freeze, o.train)
     if is_absent(o):
         cfg = as_said(cfg)
         source = outlined(cfg, Path(o.model))
@@ -111,7 +114,7 @@ def open_model(o: Options, date: str | None) -> Opened:
     if o.tokenizer and o.data and codec is None:
         raise InputError(f"--tokenizer {o.tokenizer} has no tokenizer.json. Name a folder with one.")
     source = as_written(o, cfg, source, codec, names)
-    source = source if cfg.lora else headed(cfg, source)
+    source = headed(cfg, source) if cfg.scores and not cfg.lora else source
     return Opened(cfg, source, stored, codec, names, adapter, tuple(_notes(o, raw, cfg, adapter)))
 
 

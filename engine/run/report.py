@@ -24,7 +24,7 @@ from trireme.engine.planner.whole import Events, compile_s, estimated_parts, eva
 from trireme.engine.queues.names import NET
 from trireme.engine.run import screen
 from trireme.engine.run.evaluate import LONGEST, MAX_NEW
-from trireme.engine.run.job import BYTES, Job, bytes_of, nbytes_of
+from trireme.engine.run.job import BYTES, Job, bytes_of
 from trireme.engine.run.opening import of_head, parameters
 from trireme.engine.run.options import Every, Options
 from trireme.engine.run.screen import labelled
@@ -247,8 +247,7 @@ def _lighter(job: Job) -> dict[str, ModelConfig]:
 
 def dry_line(job: Job) -> str:
     """What a dry run leaves behind."""
-    kept = job.read is not None and nbytes_of(job.read) < job.read.nbytes()
-    return f"Dry run: nothing written{' but tokens, in the cache for later runs' * kept}."
+    return f"Dry run: nothing written{' but tokens, in the cache for later runs' * bool(job.read)}."
 
 
 # ---------------------------------------------------------------- the whole run
