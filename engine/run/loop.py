@@ -84,7 +84,7 @@ def train(options: Options, others: Sequence[Tracker] = ()) -> Path:
     Raises InputError, CheckpointError, DoesNotFit, StoreError, LostHost, Interrupted.
     """
     check_paths(options)
-    if options.push and not here().host:
+    if not here().host:
         push.check(options)
     options = hub.fetched(folder.named(options))
     out = Path(options.out)
@@ -583,7 +583,7 @@ class Run:
         if whole:
             use = f'{job.cfg.opener}.from_pretrained("{whole}"); llama.cpp: convert_hf_to_gguf.py {whole}'
         else:
-            use = f"trireme merge {out} --out DIR; or as an adapter of peft for {hub.opens(o.model)}"
+            use = f"trireme merge {out} --out DIR; or as an adapter of peft for {hub.base_of(o.model)[0]}"
         return [*lines, f"use it   {use}", f"again    trireme --config {out}/config.yaml"]
 
 

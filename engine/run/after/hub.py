@@ -22,21 +22,22 @@ from trireme.engine.run.options import Options
 from trireme.engine.tuning import peft_config
 from trireme.models.config import InputError
 from trireme.storage.auxiliary import CODE, SUFFIXES
+from trireme.storage.checkpoint import INDEX
 from trireme.storage.untrusted import parse_json, read_small, shown
 
 _REPO = r"(?P<repo>[\w.-]*\w[\w.-]*/[\w.-]+)(?:@(?P<revision>[\w./-]+?))?"
 _MODEL = re.compile(_REPO)
 _DATA = re.compile(rf"(?P<scheme>hf://datasets/)?{_REPO.replace('./-]+?', '.-]+')}(?(scheme)(?:/(?P<file>.+))?)")
 _STORED = re.compile(r"(model|dataset)s--([^/]+?)--([^/]+)/snapshots/([0-9a-f]{40})(?:/(.+))?")
-COMMIT = re.compile(r"[0-9a-f]{40}")
-LOGIN = "log in (hf auth login), or set HF_TOKEN"
-OURS = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EIO)  # of this machine's drives
-NAMES = 4  # named in a line
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_LOGIN = "log in (hf auth login), or set HF_TOKEN"
+_DRIVES = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EIO)  # failures of this machine's
+_NAMED = 4  # files in a line
 
 
 @dataclass(frozen=True)
 class Name:
-    """What a name on the hub means."""
+    """A name on the hub."""
 
     repo: str  # OWNER/NAME
     revision: str = ""  # a branch, tag or commit; "": the newest
@@ -58,11 +59,12 @@ class Name:
     @property
     def is_complete(self) -> bool:
         """Whether a commit of a model is in the cache with all its weights."""
-        index = self.folder / "model.safetensors.index.json"
+        index, files = self.folder / INDEX, {path.name for path in self.folder.glob("*.safetensors")}
         with suppress(OSError, ValueError, AttributeError):
-            files = parse_json(read_small(index, links=True), "index")["weight_map"].values() if index.exists() else ()
-            weights = {*files} or {path.name for path in self.folder.glob("*.safetensors")}
-            return bool(weights) and all((self.folder / name).exists() for name in ("config.json", *weights))
+            indexed = (
+                parse_json(read_small(index, links=True), "index")["weight_map"].values() if index.exists() else ()
+            )
+            return bool(files) and files >= {*indexed} and (self.folder / "config.json").exists()
         return False
 
 
@@ -104,7 +106,7 @@ def data_name(text: str) -> Name | None:
 def stored_name(path: str | Path) -> Name | None:
     """The name of a downloaded model's folder, or of a file of data; None for any other path."""
     with suppress(ValueError):
-        match = _STORED.fullmatch(Path(path).relative_to(cache().absolute()).as_posix())
+        match = _STORED.fullmatch(Path(path).absolute().relative_to(cache().absolute()).as_posix())
         if match and (match[1] == "dataset") == bool(match[5]):
             name = Name(f"{match[2]}/{match[3]}", match[4], match[5])
             return name if name.file or name.is_complete else None
@@ -120,20 +122,14 @@ def written(path: str) -> str:
 
 def title(model: str) -> str:
     """A model's name for people."""
-    name = stored_name(Path(model).absolute()) or model_name(model)
+    name = stored_name(model) or model_name(model)
     return name.repo.partition("/")[2] if name else Path(model).resolve().name
 
 
 def base_of(model: str) -> tuple[str, str]:
     """The base of adapters: (name on the hub, commit), or (absolute path, "")."""
-    name = stored_name(Path(model).absolute())
+    name = stored_name(model)
     return (name.repo, name.revision) if name else (str(Path(model).resolve()), "")
-
-
-def opens(model: str) -> str:
-    """The name by which transformers opens a model."""
-    name = stored_name(Path(model).absolute())
-    return name.repo if name else model
 
 
 # ---------------------------------------------------------------- downloads
@@ -143,13 +139,11 @@ def fetched(options: Options) -> Options:
     """The options with paths in place of names on the hub. Raises InputError, OSError."""
     data, val = [path for text in options.data for path in _data(text)], options.val
     if val and data_name(val):
-        files = _data(val)
-        if len(files) > 1:
-            raise InputError(f"--val {val}: {len(files)} files, and it takes one. Name it: --val {written(files[0])}.")
-        val = files[0]
-    model = folder_of(options.model, options.dry_run)  # the largest last
-    teacher = options.teacher and folder_of(options.teacher, options.dry_run)
-    return replace(options, model=model, teacher=teacher, data=tuple(data), val=val)
+        val, *others = _data(val)
+        if others:
+            raise InputError(f"--val {options.val}: several files. Name one: --val {written(val)}.")
+    folder = lambda name: name and folder_of(name, options.dry_run)  # the largest last
+    return replace(options, data=tuple(data), val=val, model=folder(options.model), teacher=folder(options.teacher))
 
 
 def folder_of(model: str, outline: bool = False) -> str:
@@ -157,7 +151,7 @@ def folder_of(model: str, outline: bool = False) -> str:
     name = model_name(model)
     if name is None:
         return model
-    if COMMIT.fullmatch(name.revision) and name.is_complete:
+    if _COMMIT.fullmatch(name.revision) and name.is_complete:
         return str(name.folder)
     folder = _download(name, [f"*{suffix}" for suffix in sorted({*SUFFIXES, CODE})])
     if (folder / peft_config.CONFIG).exists():
@@ -165,24 +159,21 @@ def folder_of(model: str, outline: bool = False) -> str:
     if (folder / "config.json").exists() and not outline:
         folder = _download(replace(name, revision=folder.name), ["*.safetensors"], ["*/*", "consolidated*"])
     if not (folder / "config.json").exists() or not (outline or any(folder.glob("*.safetensors"))):
-        raise InputError(
-            f"{name} has no config.json with safetensors. Name a model of that form, not GGUF or PyTorch's."
-        )
+        raise InputError(f"{name} has no config.json with safetensors. Name a model that has, not GGUF or PyTorch's.")
     return str(folder)
 
 
 def base_for(folder: Path, model: str | None) -> str:
-    """The base of the adapter in `folder`: `model` if given, else the one that it names; "" if there is none here.
-
-    Raises InputError, OSError.
-    """
+    """The base of the adapter in `folder`: `model` if given, else the one that it names. Raises InputError, OSError."""
     if model:
         return folder_of(model)
     config = peft_config.read_adapter_config(folder)
     base, commit = peft_config.base_of(config), str(config.get("revision"))
-    pinned = COMMIT.fullmatch(commit) and model_name(f"{base}@{commit}")
+    pinned = _COMMIT.fullmatch(commit) and model_name(f"{base}@{commit}")
     path = folder_of(f"{base}@{commit}" if pinned else base)
-    return path if Path(path).is_dir() else ""
+    if not base or not Path(path).is_dir():
+        raise InputError(f"{folder}: its base, {base or 'without a name'}, is not here. Name its folder: --model DIR.")
+    return path
 
 
 def _data(text: str) -> list[str]:
@@ -190,11 +181,11 @@ def _data(text: str) -> list[str]:
     name, weight = data_name(text), text[len(weighed(text)[0]) :]
     if name is None:
         return [text]
-    if COMMIT.fullmatch(name.revision) and name.file and (name.folder / name.file).is_file():
+    if _COMMIT.fullmatch(name.revision) and name.file and (name.folder / name.file).is_file():
         return [f"{name.folder / name.file}{weight}"]
     from huggingface_hub import HfApi  # late: most runs need none of it
 
-    with asking(name, "not found"):
+    with asking(name):
         info = HfApi(endpoint=endpoint()).dataset_info(name.repo, revision=name.revision or None)
     files = chosen(name, sorted(file.rfilename for file in info.siblings or ()))
     folder = _download(replace(name, revision=str(info.sha)), [re.sub(r"([*?\[])", r"[\1]", file) for file in files])
@@ -203,19 +194,18 @@ def _data(text: str) -> list[str]:
 
 def chosen(name: Name, files: list[str]) -> list[str]:
     """The files of a data set to read. Raises InputError if it is not clear which."""
-    some = lambda names: ", ".join(names[:NAMES]) + (f" and {len(names) - NAMES:,} more" if len(names) > NAMES else "")
+    listed = lambda names: ", ".join(names[:_NAMED]) + " and others" * (len(names) > _NAMED)
     inside = (name.file or "").rstrip("/") + "/"
-    asked = [Path(f) for f in files if not name.file or Path(f).match(name.file) or f.startswith(inside)]
-    by_use, data = by_uses(asked)
+    by_use, data = by_uses([
+        Path(f) for f in files if not name.file or Path(f).match(name.file) or f.startswith(inside)
+    ])  # fmt: skip
     if not data:
-        raise InputError(f"{name} has no data in a form that is read. {name.repo} has {some(files)}.")
+        raise InputError(f"{name} has no data in a form that is read. {name.repo} has {listed(files)}.")
     train = data if name.file else by_use["train"] or by_use[""]
-    sets = sorted({set_of(path) for path in train})
+    sets = sorted({set_of(path) for path in train}) or [str(path) for path in data]
     if not train or (len(sets) > 1 and not name.file) or len(train) > MOST_FILES:
-        ways = sets or [str(path) for path in data]
-        raise InputError(
-            f"{name}: which of {some(ways)}? Name files: hf://datasets/{replace(name, file='')}/{ways[0]}*."
-        )
+        pattern = f"hf://datasets/{replace(name, file='')}/{sets[0]}*"
+        raise InputError(f"{name}: which of {listed(sets)}? Name files: {pattern}.")
     return [path.as_posix() for path in train]
 
 
@@ -227,7 +217,7 @@ def _download(name: Name, patterns: list[str], without: list[str] | None = None)
     if not (sys.stderr and sys.stderr.isatty()):
         utils.disable_progress_bars()
     screen.say(f"download {name}, into {cache()}")
-    with asking(name, "not downloaded"):
+    with asking(name):
         return Path(snapshot_download(
             name.repo, repo_type=name.kind, revision=name.revision or None, cache_dir=cache(), endpoint=endpoint(),
             allow_patterns=patterns, ignore_patterns=without,
@@ -235,31 +225,25 @@ def _download(name: Name, patterns: list[str], without: list[str] | None = None)
 
 
 @contextmanager
-def asking(name: Name, what: str) -> Iterator[None]:
+def asking(name: Name) -> Iterator[None]:
     """A context in which the client's failures become InputErrors; failures of this machine's drives stay."""
     from huggingface_hub import errors
 
     page = f"{endpoint()}/{'datasets/' * (name.kind == 'dataset')}{name.repo}"
+    known: dict[type[Exception], str] = {
+        errors.GatedRepoError: f"access is restricted. Accept the terms at {page}, then {_LOGIN}",
+        errors.LocalTokenNotFoundError: f"no token: {_LOGIN}",
+        errors.RepositoryNotFoundError: f"not here, and there is no {page}. Correct it; if it is private, {_LOGIN}",
+        errors.RevisionNotFoundError: f"it has no revision {name.revision!r}. See {page}/commits",
+    }
     try:
         yield
-    except errors.GatedRepoError:
-        raise InputError(f"{name}: access is restricted. Accept the terms at {page}, then {LOGIN}.") from None
-    except errors.LocalTokenNotFoundError:
-        raise InputError(f"{name}: {what}: no token: {LOGIN}.") from None
-    except errors.RepositoryNotFoundError:
-        there = f"there is no {page}. Correct the name; if it is private, {LOGIN}"
-        raise InputError(f"{name} is not a folder or file here, and {there}.") from None
-    except errors.RevisionNotFoundError:
-        raise InputError(f"{name}: {name.repo} has no revision {name.revision!r}. See {page}/commits.") from None
     except Exception as error:  # of its transport, another package in each version
-        if isinstance(error, OSError) and error.errno in OURS:
+        if isinstance(error, OSError) and error.errno in _DRIVES:
             raise
-        answer = getattr(error, "response", None)
-        code = getattr(answer, "status_code", None)
-        if code:
-            said = shown(str(getattr(error, "server_message", None) or "no reason given"), 200)
-            way = f"If it is the token: {LOGIN}" if code in (401, 403) else "Try again later"
-            raise InputError(f"{name}: {what}: the hub answered {code}, {said}. {way}.") from None
-        cause = error.__cause__ if isinstance(error, errors.LocalEntryNotFoundError) and error.__cause__ else error
-        said = shown(" ".join(str(cause).split()) or type(cause).__name__, 160)
-        raise InputError(f"{name} is not a folder or file here, and {endpoint()} cannot be reached ({said}).") from None
+        reason = next((reason for kind, reason in known.items() if isinstance(error, kind)), "")
+        if not reason:
+            cause = error.__cause__ if isinstance(error, errors.LocalEntryNotFoundError) and error.__cause__ else error
+            what = shown(" ".join(str(cause).split()) or type(cause).__name__, 200)
+            reason = f"{endpoint()} cannot be reached, or refuses ({what}). If it is the token: {_LOGIN}"
+        raise InputError(f"{name}: {reason}.") from None

@@ -8,8 +8,8 @@ from pathlib import Path
 from trireme.engine.run import config_file, opening, screen
 from trireme.engine.run.after import hub
 from trireme.engine.run.options import Merge, Options
-from trireme.engine.tuning.merging import merge_folder
-from trireme.engine.tuning.packed_source import check_packing
+from trireme.engine.tuning.merging import merge_adapter, new_folder
+from trireme.engine.tuning.packed_source import Packed, check_packing
 from trireme.engine.tuning.parts import open_checkpoint
 from trireme.engine.tuning.peft import scored_by
 from trireme.models.config import InputError, read_config
@@ -19,18 +19,20 @@ from trireme.storage.untrusted import quoted
 
 def run(o: Merge) -> None:
     """The command. Raises InputError, CheckpointError, StoreError."""
-    if not o.folder:
-        raise InputError("no adapter is named. Name its folder: trireme merge ADAPTER --out DIR.")
-    if not o.out:
-        raise InputError(f"--out is missing. Name the folder to write: trireme merge {quoted(o.folder)} --out DIR.")
+    if not o.folder or not o.out:
+        raise InputError(f"merge needs an adapter and --out: trireme merge {quoted(o.folder or 'ADAPTER')} --out DIR.")
     folder, out = Path(o.folder), Path(o.out)
-    base = hub.base_for(folder, o.model)
-    kept = config_file.of_run(folder) or Options()
-    cfg = scored_by(folder, read_config(base, kept.rope_factor))
+    base, run = hub.base_for(folder, o.model), config_file.of_run(folder) or Options()
+    cfg = scored_by(folder, read_config(base, run.rope_factor))
     source = open_checkpoint(base, cfg.packing, screen.warn)
     check_packing(cfg, source, screen.warn)
-    template = kept.chat_template or (str(folder / TEMPLATE) if (folder / TEMPLATE).is_file() else None)
-    source = opening.as_written(replace(kept, model=base, merge=True, chat_template=template), cfg, source)
-    merge_folder(folder, cfg, source, out, screen.say, screen.working)
+    template = run.chat_template or (str(folder / TEMPLATE) if (folder / TEMPLATE).is_file() else None)
+    source = opening.as_written(replace(run, model=base, merge=True, chat_template=template), cfg, source)
+    if isinstance(source, Packed):
+        what = f"matrices in {source.packing.word} that the adapter changes make all be in bf16"
+        screen.say(f"note: {source.folder}: {what}")
+    with new_folder(out) as place, screen.working("merging the adapter", 2 * source.nbytes) as progress:
+        merge_adapter(folder, cfg, source, place, progress, screen.say)
     screen.say(f"output   {out}/: the model with its adapter, read back")
-    screen.say(f"next     trireme sample {quoted(out)} --chat, or open it with transformers")
+    way = "score {} --data FILE --out DIR" if cfg.scores else "sample {} --prompt TEXT"
+    screen.say(f"next     trireme {way.format(quoted(out))}, or open it with transformers")

@@ -20,7 +20,9 @@ from trireme.engine.amounts import compact, count
 from trireme.engine.build import build
 from trireme.engine.data.codec import Codec, load_codec
 from trireme.engine.data.dataset import Dataset, load_dataset
+from trireme.engine.data.find import Rows, find
 from trireme.engine.data.prepare import DataOptions, Kind
+from trireme.engine.data.read import BadRow
 from trireme.engine.exchange import Exchange
 from trireme.engine.geometry import Geometry
 from trireme.engine.plan import Plan
@@ -43,13 +45,14 @@ from trireme.engine.tuning.peft_config import CONFIG
 from trireme.models import hf
 from trireme.models.config import InputError, ModelConfig, read_config, read_raw
 from trireme.models.sizes import shapes
-from trireme.storage.auxiliary import TEMPLATE
+from trireme.storage.auxiliary import TEMPLATE, TOKENIZER
 from trireme.storage.checkpoint import Source
 from trireme.storage.devices import Device, open_device, open_reader
 from trireme.storage.temporary import Temporary
 
 AT_ONCE = 8192  # tokens of a micro-batch on a GPU
 PASSES = (16, 4, 1)  # micro-batches that share a pass over weights that are streamed
+DTYPES = {"bf16": "BF16", "fp32": "F32"}
 O = TypeVar("O", bound=Reading)
 
 
@@ -71,13 +74,13 @@ class Finished:
         return ("rewards" if self.cfg.scores == 1 else "classes") if self.cfg.scores else ""
 
     def codec(self, o: Reading | Sample) -> Codec:
-        """Tokenizer and chat template: those given, else those of the model's folder, its run or its base."""
-        own = self.name if (Path(self.name) / "tokenizer.json").is_file() else None
-        where = o.tokenizer or own or self.run.tokenizer or self.base
-        beside = Path(self.name) / TEMPLATE  # of an adapter
-        written = str(beside) if self.adapter and beside.is_file() else None
-        template = o.chat_template or written or (None if own and own == where else self.run.chat_template)
-        codec = load_codec(where, template, date.today().isoformat())
+        """Tokenizer and chat template: those of the options, else of the model's folder, its run or its base."""
+        here = (Path(self.name) / TOKENIZER).is_file()
+        where = o.tokenizer or (self.name if here else self.run.tokenizer or str(self.base))
+        trained = None if where == self.name else self.run.chat_template
+        if self.adapter and (Path(self.name) / TEMPLATE).is_file():
+            trained = str(Path(self.name) / TEMPLATE)
+        codec = load_codec(where, o.chat_template or trained, date.today().isoformat())
         if codec is None:
             raise InputError(f"{where} has no tokenizer.json. Name a folder that has one: --tokenizer DIR.")
         return codec
@@ -101,14 +104,13 @@ def open_finished(name: str, model: str | None = None) -> Finished:
     is_adapter, run = (path / CONFIG).is_file(), config_file.of_run(path) or Options()
     if model and not is_adapter:
         raise InputError(f"--model {model}: {name} is not an adapter. Leave --model out.")
-    base = Path(hub.base_for(path, model)) if is_adapter else path
     if not is_adapter and (path / folder.RUN).is_dir() and not (path / "config.json").is_file():
-        others = [str(p) for p in (path / "best", *sorted(path.glob("step-*"))) if p.is_dir()]
-        instead = f" There is {', '.join(others)}." if others else ""
-        raise InputError(f"{name}: that run is not finished.{instead} --resume {name} continues it.")
+        parts = ", ".join(str(part) for part in (path / "best", *sorted(path.glob("step-*"))) if part.is_dir())
+        way = f"--resume {name} continues it{f'; or take {parts}' if parts else ''}"
+        raise InputError(f"{name}: that run is not finished. {way}.")
     if is_adapter and run.base:
-        note = f"the run quantized the checkpoint (--base {run.base}); here it is read as it is, so numbers differ"
-        screen.warn(note)
+        screen.warn(f"the run quantized the checkpoint (--base {run.base}); here it is read as it is: numbers differ")
+    base = Path(hub.base_for(path, model)) if is_adapter else path
     cfg = read_config(base, run.rope_factor if is_adapter else None)
     cfg = scored_by(path, cfg) if is_adapter else cfg
     source = open_checkpoint(base, cfg.packing, lambda _: None)
@@ -122,14 +124,17 @@ def open_finished(name: str, model: str | None = None) -> Finished:
     return Finished(str(path), base, cfg, source, adapter, run, tuple(labels))
 
 
+# ---------------------------------------------------------------- data
+
+
 def with_defaults(f: Finished, o: O) -> O:
-    """The command's options; those of Reading that are not given are the run's, and the lines say which."""
-    left = o.given | {"tokenizer", "chat_template"}  # which Finished.codec takes from the run
-    own = {name: getattr(f.run, name) for name in table(Reading) if name not in left}
-    used = [f"{flag(name)} {value}" for name, value in own.items() if value not in (None, False, "")]
+    """The command's options; those of Reading that are not given are the run's, and a line says which."""
+    names = table(Reading).keys() - o.given - {"tokenizer", "chat_template"}  # which Finished.codec takes from the run
+    values = {name: getattr(f.run, name) for name in table(Reading) if name in names}
+    used = [f"{flag(name)} {value}" for name, value in values.items() if value not in (None, False, "")]
     if used:
         screen.say(f"as in the run: {', '.join(used)}")
-    return replace(o, **own)
+    return replace(o, **values)
 
 
 def read_rows(f: Finished, o: Eval, codec: Codec, name: str, kind: Kind, path: str = "") -> Dataset:
@@ -154,6 +159,20 @@ def read_rows(f: Finished, o: Eval, codec: Codec, name: str, kind: Kind, path: s
     return data
 
 
+def rows_in(name: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The rows of what `name` names, with their places for messages. Raises InputError."""
+    for source in find(name).files:
+        rows = Rows(source.files)
+        for row in rows:
+            where = f"{source} {rows.unit} {row.number}"
+            if isinstance(row.value, BadRow):
+                raise InputError(f"{where}: {row.value}.")
+            yield where, dict(row.value)
+
+
+# ---------------------------------------------------------------- the engine
+
+
 def rows_of(o: Machine, seq_len: int) -> int:
     """Sequences of a micro-batch."""
     on_gpu = o.device != "cpu" and torch.cuda.is_available()
@@ -166,11 +185,10 @@ def computing(f: Finished, o: Machine, rows: int, seq_len: int, other: int = 0) 
     plan leaves free. Raises DoesNotFit, InputError, StoreError.
     """
     device, limits, _ = computer(Options(**{name: getattr(o, name) for name in table(Machine)}), f.cfg)
-    limits = replace(limits, gpu=limits.gpu - other)
-    formats = {"auto": "BF16" if device.type == "cuda" else "F32", "bf16": "BF16", "fp32": "F32"}
-    if o.dtype not in formats:
+    dtype = DTYPES.get("bf16" if o.dtype == "auto" and device.type == "cuda" else o.dtype.replace("auto", "fp32"))
+    if dtype is None:
         raise InputError(f"--dtype {o.dtype} is for training. Give bf16 or fp32, or leave it out.")
-    dtype = formats[o.dtype]
+    limits = replace(limits, gpu=limits.gpu - other)
     plan = forward_plan(f.cfg, limits, [(rows * seq_len, n) for n in PASSES], dtype, limits.gpus)
     queues = RealQueues(device, gpus=plan.gpus)
     with ExitStack() as stack:
@@ -195,20 +213,23 @@ def computing(f: Finished, o: Machine, rows: int, seq_len: int, other: int = 0) 
 
 
 def _streamed(f: Finished, plan: Plan, dtype: str, stack: ExitStack) -> tuple[CheckpointBase | None, list[Device]]:
-    """(what reads weights from the model's own files, drives for a copy of them), of which one is there if weights are
-    on the SSD. Raises StoreError.
+    """(what reads weights from the model's own files, drives for a copy of them): one of both if weights are on the
+    SSD. Raises StoreError.
     """
-    geo = Geometry.of(f.cfg, plan)
-    if not any(unit.base == "ssd" for unit in plan.units):
+    layouts = {
+        v: layout
+        for geo in [Geometry.of(f.cfg, plan)]
+        for v, layout in enumerate(geo.stored_base)
+        if plan.units[geo.unit_of(v)].base == "ssd"
+    }
+    if not layouts:
         return None, []
     stored = hf.sources(f.cfg, f.source.shapes, f.source.named)
     if why := why_copied(f.cfg, dtype, f.source, stored, [f.source.folder]):
         place = stack.enter_context(Temporary("trireme-weights-", Path.cwd()))
         screen.say(f"note: weights that do not fit in RAM are copied to {place}, since {why}")
         drive = open_device(place, 0)
-        stack.callback(drive.io.close)
-        return None, [drive]
-    layouts = {v: layout for v, layout in enumerate(geo.stored_base) if plan.units[geo.unit_of(v)].base == "ssd"}
-    drive = open_reader(f.source.folder / f.source.files[0])
+    else:
+        drive = open_reader(f.source.folder / f.source.files[0])
     stack.callback(drive.io.close)
-    return CheckpointBase(layouts, f.source, stored, drive), []
+    return (None, [drive]) if why else (CheckpointBase(layouts, f.source, stored, drive), [])

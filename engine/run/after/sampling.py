@@ -15,13 +15,16 @@ from trireme.models.config import InputError
 from trireme.storage.untrusted import parse_json, read_small, shown, why
 
 FILE = "generation_config.json"
-COLDEST = 1e-6  # what is below draws the likeliest token all the same, but would not be finite
-READ = ("do_sample", "temperature", "top_k", "top_p", "eos_token_id")
-# Keys that say nothing about how text is made, or have values that change nothing.
-INERT = ("bos_token_id", "pad_token_id", "decoder_start_token_id", "transformers_version", "max_length", "use_cache",
-         "max_new_tokens", "chat_format")  # fmt: skip
-PLAIN: dict[str, Any] = dict(num_beams=1, num_return_sequences=1, repetition_penalty=1.0, length_penalty=1.0,
-                             no_repeat_ngram_size=0, min_p=0.0, typical_p=1.0, min_length=0)  # fmt: skip
+COLDEST = 1e-6  # a lower temperature would not be finite, and draws the likeliest token all the same
+DEFAULTS = {"temperature": 1.0, "top_k": 50, "top_p": 1.0}  # transformers', where it samples
+LARGEST = {"temperature": 100, "top_k": 1 << 31, "top_p": 1}
+# Keys that choose tokens in another way, and are not used; values of 0 and 1 have no effect.
+UNUSED = (
+    "repetition_penalty", "encoder_repetition_penalty", "no_repeat_ngram_size", "min_p", "typical_p", "epsilon_cutoff",
+    "eta_cutoff", "top_h", "num_beams", "penalty_alpha", "min_length", "min_new_tokens", "bad_words_ids",
+    "suppress_tokens", "begin_suppress_tokens", "sequence_bias", "forced_bos_token_id", "guidance_scale",
+    "exponential_decay_length_penalty", "stop_strings",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -38,48 +41,39 @@ class Sampling:
     def __str__(self) -> str:
         if not self.temperature:
             return "the likeliest token each time"
-        parts = [f"temperature {self.temperature:g}", *([f"top-k {self.top_k}"] if self.top_k else [])]
-        return ", ".join([*parts, *([f"top-p {self.top_p:g}"] if self.top_p < 1 else []), f"seed {self.seed}"])
+        parts = [f"temperature {self.temperature:g}", f"top-k {self.top_k}" if self.top_k else ""]
+        parts += [f"top-p {self.top_p:g}" if self.top_p < 1 else "", f"seed {self.seed}"]
+        return ", ".join(filter(None, parts))
 
 
 def sampling_of(o: Sample, base: Path, end: int | None) -> Sampling:
     """By the options, else the files of the model in `base`. `end`: the tokenizer's end token. Raises InputError."""
-    files = {name: _json(base / name) for name in (FILE, "config.json") if (base / name).is_file()}
-    generation, config = files.get(FILE, {}), files.get("config.json", {})
+    generation, config = (_json(base / name) for name in (FILE, "config.json"))
     inner = config.get("text_config")
     ends = [source.get("eos_token_id") for source in (generation, config, inner) if isinstance(source, dict)]
-    first: Any = next((value for value in ends if value is not None), [])
-    ids = [*(first if isinstance(first, list) else [first]), *([] if end is None else [end])]
-    if not all(type(token) is int for token in ids):
-        raise InputError(f"{base}: eos_token_id is {shown(repr(first), 60)}, expected numbers.")
-    draws = bool(generation.get("do_sample"))
-
-    def value(name: str, low: float, high: float, default: float, plain: float) -> float:
-        """The option, else the file's number, else transformers' default where it samples, else `plain`."""
-        if (own := getattr(o, name)) is not None:
-            return own
-        number = generation.get(name, default) if draws else plain
-        number = default if number is None else number
-        if type(number) not in (int, float) or not low <= number <= high:
-            raise InputError(f"{base / FILE}: {name} is {shown(repr(number), 60)}, expected {low:g} to {high:g}.")
-        return number
-
-    temperature = value("temperature", 0, 100, 1.0, 0.0)
-    for name in ("top_p", "top_k"):
-        if getattr(o, name) is not None and not temperature:
-            raise InputError(f"--{name.replace('_', '-')} is for sampling. Add --temperature 1, for instance.")
-    unused = [
-        f"{shown(key)} {shown(repr(each), 60)}"
-        for key, each in generation.items()
-        if each not in (None, False, [], {}, PLAIN.get(key)) and key not in (*READ, *INERT) and key[:1] != "_"
-    ]
-    top_k, top_p = int(value("top_k", 0, 1 << 31, 50, 0)), value("top_p", 0, 1, 1.0, 1.0)
-    return Sampling(temperature, top_k, top_p, o.seed, frozenset(ids), tuple(unused))
+    stops: Any = next((value for value in ends if value is not None), [])
+    stops = [*(stops if isinstance(stops, list) else [stops]), *([] if end is None else [end])]
+    if not all(type(token) is int for token in stops):
+        raise InputError(f"{base}: eos_token_id is {shown(repr(stops), 60)}, expected numbers.")
+    options = {"temperature": o.temperature, "top_k": o.top_k, "top_p": o.top_p}
+    chosen = {"temperature": 0.0, "top_k": 0, "top_p": 1.0}
+    if generation.get("do_sample"):
+        chosen = DEFAULTS | {key: generation[key] for key in DEFAULTS if generation.get(key) is not None}
+    for name, value in chosen.items():
+        if type(value) not in (int, float) or not 0 <= value <= LARGEST[name]:
+            number = f"expected 0 to {LARGEST[name]:g}"
+            raise InputError(f"{base / FILE}: {name} is {shown(repr(value), 60)}, {number}.")
+    chosen |= {name: value for name, value in options.items() if value is not None}
+    if not chosen["temperature"] and (o.top_k, o.top_p) != (None, None):
+        raise InputError("--top-k and --top-p are for sampling. Add --temperature 1, for instance.")
+    unused = [f"{key} {shown(repr(v), 60)}" for key in UNUSED if (v := generation.get(key)) not in (None, 0, 1, [], {})]
+    return Sampling(chosen["temperature"], int(chosen["top_k"]), chosen["top_p"], o.seed, frozenset(stops), (*unused,))
 
 
 def _json(path: Path) -> Mapping[str, Any]:
+    """A JSON file; {} if it is not there."""
     try:
-        return parse_json(read_small(path, links=True), "file")
+        return parse_json(read_small(path, links=True), "file") if path.is_file() else {}
     except (OSError, ValueError) as error:
         raise InputError(f"{path}: {why(error)}.") from None
 
