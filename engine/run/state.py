@@ -157,7 +157,7 @@ class Training:
             if isinstance(job.source, Cached):
                 made, nbytes = job.source.is_made(), job.source.file_bytes
                 what = "checking the base" if made else f"quantizing the base to {job.source.base}"
-                with loading(what, nbytes + (0 if made else job.source.original.nbytes), stopped) as progressed:
+                with loading(what, nbytes, stopped) as progressed:
                     job.source.make(progressed, screen.warn)
             hold_to(job.limits, job.device)
             adamw = AdamW(o.betas[0], o.betas[1], weight_decay=o.weight_decay or 0.0, max_grad_norm=o.max_grad_norm)

@@ -124,12 +124,6 @@ def peft_names(cfg: ModelConfig) -> dict[str, str]:
     return {name: renamed(name) for name in adapter_shapes(cfg)}
 
 
-def _in_modules(cfg: ModelConfig, target: str) -> str:
-    """A target by the name of transformers' module."""
-    full = next(module for module in adaptable(cfg) if f".{module}".endswith(f".{target}"))
-    return ".".join(cfg.names.module(full).split(".")[-len(target.split(".")) :])
-
-
 def adapter_shapes(cfg: ModelConfig) -> dict[str, tuple[int, ...]]:
     """The shape of each tensor of the adapters."""
     units = (shapes.trained_parts(cfg, u) for u in range(cfg.n_units))
@@ -156,9 +150,8 @@ def save_adapter(folder: Path, cfg: ModelConfig, reader: Reader, base: str, revi
 
     folder.mkdir(parents=True, exist_ok=True)
     config = _config(cfg, cfg.lora, base) | ({"revision": revision} if revision else {})
-    content_of_config = json.dumps(config, indent=2, sort_keys=True).encode()
     try:
-        write_synced(partial_of(folder / CONFIG), [content_of_config])
+        write_synced(partial_of(folder / CONFIG), [json.dumps(config, indent=2, sort_keys=True).encode()])
         write_synced(partial_of(folder / WEIGHTS), content())
         for name in (WEIGHTS, CONFIG):
             partial_of(folder / name).replace(folder / name)
@@ -167,22 +160,18 @@ def save_adapter(folder: Path, cfg: ModelConfig, reader: Reader, base: str, revi
         raise as_store_error(e, e.filename or folder) from e
 
 
-def excluded(cfg: ModelConfig) -> str:
-    """A regular expression of modules outside the language model whose layers have the same names; "" if there are
-    none.
-    """
-    return "|".join(f"{re.escape(prefix)}.*" for prefix in (cfg.carried if cfg.wrapper else ()))
-
-
 def _config(cfg: ModelConfig, lora: Lora, base: str) -> dict[str, Any]:
     """The keys of adapter_config.json that peft, vLLM and llama.cpp read."""
     experts = cfg.experts is not None and lora.adapts(cfg.names.mlp.experts)
     others = [t for t in lora.targets if not (experts and f".{cfg.names.mlp.experts}".endswith(f".{t}"))]
-    modules = [_in_modules(cfg, t) for t in others]
-    each = cfg.names.mlp.single or cfg.family.names.mlp.single  # however files have experts
-    like_experts = [t for t in modules if cfg.experts and t.rpartition(".")[2] in each]
+    full = {t: next(module for module in adaptable(cfg) if f".{module}".endswith(f".{t}")) for t in others}
+    modules = [".".join(cfg.names.module(full[t]).split(".")[-len(t.split(".")) :]) for t in others]
+    single = cfg.names.mlp.single or cfg.family.names.mlp.single  # however files have experts
+    like_experts = [t for t in modules if cfg.experts and t.rpartition(".")[2] in single]
     parameters = [*(expert_parameters(cfg) if experts else ()), *(f"{t}.weight" for t in like_experts)]
-    optional: dict[str, Any] = {"exclude_modules": excluded(cfg)} if excluded(cfg) else {}
+    # modules outside the language model whose layers have the same names
+    excluded = "|".join(f"{re.escape(prefix)}.*" for prefix in (cfg.carried if cfg.wrapper else ()))
+    optional: dict[str, Any] = {"exclude_modules": excluded} if excluded else {}
     if lora.scales:
         ends = tuple(f".{t}" for t in like_experts)
         alphas = ((cfg.names.module(name), scale * lora.rank) for name, scale in lora.scales)

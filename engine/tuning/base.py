@@ -17,7 +17,7 @@ from trireme.storage.aio import File, together
 from trireme.storage.checkpoint import Source
 from trireme.storage.devices import Device
 from trireme.storage.files import StoreError, existing
-from trireme.storage.layout import ALIGN, ITEMSIZE, Layout, round_up
+from trireme.storage.layout import ALIGN, ITEMSIZE, Layout, TensorSpec, round_up
 
 Stamps = dict[Path, tuple[int, int, int]]  # file -> its number, bytes and time of change
 
@@ -31,33 +31,25 @@ class Extent(NamedTuple):
     first: int
 
 
-class Way(NamedTuple):
-    """How a unit's frozen weights are read from the checkpoint."""
-
-    extents: tuple[Extent, ...]
-    pieces: tuple[Piece, ...]
-
-
-def way(layout: Layout, source: Source, stored: Mapping[str, str]) -> Way:
-    """The extents of a unit's tensors, neighbours joined, and the tensors in them. `stored`: their names in
-    `source`.
+def way(layout: Layout, source: Source, stored: Mapping[str, str]) -> tuple[list[Extent], list[Piece]]:
+    """How a unit's frozen weights are read: the extents of its tensors, neighbours joined, and the tensors in them.
+    `stored`: their names in `source`.
     """
-    found = []
+    places = list[tuple[str, int, TensorSpec]]()
     for t in layout.tensors:
         name, first = in_file(t.name, t.numel)
-        there = source.place(stored[name])
-        found.append((there._replace(offset=there.offset + first * ITEMSIZE[t.dtype]), t))
-    extents: list[Extent] = []
-    pieces: list[Piece] = []
-    for there, t in sorted(found, key=lambda pair: (pair[0].file, pair[0].offset)):
-        begin, end = there.offset // ALIGN * ALIGN, round_up(there.offset + t.nbytes)
+        place = source.place(stored[name])
+        places.append((place.file, place.offset + first * ITEMSIZE[t.dtype], t))
+    extents, pieces = list[Extent](), list[Piece]()
+    for file, offset, t in sorted(places, key=lambda place: place[:2]):
+        begin, end = offset // ALIGN * ALIGN, round_up(offset + t.nbytes)
         last = extents[-1] if extents else Extent("", 0, 0, 0)
-        if last.file == there.file and begin <= last.offset + last.nbytes:
+        if last.file == file and begin <= last.offset + last.nbytes:
             extents[-1] = last._replace(nbytes=max(last.nbytes, end - last.offset))
         else:
-            extents.append(Extent(there.file, begin, end - begin, last.first + last.nbytes))
-        pieces.append(Piece(extents[-1].first + there.offset - extents[-1].offset, t.offset, t.nbytes))
-    return Way(tuple(extents), tuple(pieces))
+            extents.append(Extent(file, begin, end - begin, last.first + last.nbytes))
+        pieces.append(Piece(extents[-1].first + offset - extents[-1].offset, t.offset, t.nbytes))
+    return extents, pieces
 
 
 class CheckpointBase:
@@ -73,7 +65,7 @@ class CheckpointBase:
         self.ways = {u: way(layout, source, stored) for u, layout in layouts.items()}
         self.sizes, self.files = dict[str, int](), dict[str, File]()
         try:
-            for name in {extent.file for found in self.ways.values() for extent in found.extents}:
+            for name in {extent.file for extents, _ in self.ways.values() for extent in extents}:
                 self.files[name] = File(source.folder / name, device.direct, write=False)
                 self.sizes[name] = os.fstat(self.files[name].fd).st_size
         except StoreError:
@@ -82,14 +74,14 @@ class CheckpointBase:
 
     def read(self, u: int, buffer: memoryview) -> Future[None]:
         requests = []
-        for file, offset, nbytes, first in self.ways[u].extents:
+        for file, offset, nbytes, first in self.ways[u][0]:
             need = min(nbytes, self.sizes[file] - offset)  # the last block of a file may end early
             view = buffer[first : first + nbytes]
             requests.append(self.device.io.read(self.files[file], offset, view, need))
         return together(requests)
 
     def pieces(self, u: int) -> Sequence[Piece]:
-        return self.ways[u].pieces
+        return self.ways[u][1]
 
     def close(self) -> None:
         for file in self.files.values():
@@ -108,8 +100,7 @@ def why_copied(cfg: ModelConfig, dtype: str, source: Source, stored: Mapping[str
     places = {name: source.place(stored[name]) for name in frozen}
     if not all(place.file for place in places.values()):
         return "they are converted as they are read"
-    other = {place.dtype for name, place in places.items() if place.dtype != frozen[name]}
-    if other:
+    if other := {place.dtype for name, place in places.items() if place.dtype != frozen[name]}:
         return f"they are {', '.join(sorted(other))}, and computed with in {dtype}"
     drives = {existing(source.folder / place.file).stat().st_dev for place in places.values()}
     if drives - {existing(folder).stat().st_dev for folder in stores}:

@@ -13,21 +13,17 @@ from typing import Any
 
 import numpy as np
 
-from trireme.models.config import Packing
+from trireme.models.config import NF4
 from trireme.storage.checkpoint import Source, SourceTensor
 from trireme.storage.headers import CheckpointError
-from trireme.storage.untrusted import parse_json
+from trireme.storage.untrusted import complaint, parse_json
 
-STATE, FP4, INT8 = ".quant_state.bitsandbytes__nf4", ".quant_state.bitsandbytes__fp4", ".SCB"
+STATE = ".quant_state.bitsandbytes__nf4"
+OTHERS = {".quant_state.bitsandbytes__fp4": "fp4", ".SCB": "8 bits"}
 SCALES, MAP, NESTED, NESTED_MAP = ".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map"
 LARGEST_STATE, NESTED_BLOCK = 4096, 256  # bytes, scales
+FIXED = {"quant_type": "nf4", "blocksize": 64, "nested_blocksize": NESTED_BLOCK}  # of the state
 AGAIN = "Download the release again"
-FIXED = (("quant_type", "nf4"), ("blocksize", 64), ("nested_blocksize", NESTED_BLOCK))  # of the state
-TABLE = (  # of kernels/packed/reference.py, which needs torch
-    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022833334,
-    -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
-    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -52,66 +48,57 @@ class Nested:
 
 @dataclass(frozen=True)
 class Matrix:
-    """A matrix in NF4: its shape, its parts in memory, and what computes its scales if no file has them."""
+    """A matrix in NF4."""
 
     shape: tuple[int, int]
-    parts: tuple[SourceTensor, SourceTensor]
-    nested: Nested | None
+    stored: tuple[str, ...]  # names of its tensors in files
+    parts: tuple[SourceTensor, SourceTensor]  # codes and scales, in memory
+    nested: Nested | None  # what computes its scales if no file has them
 
 
-def matrices(source: Source, packing: Packing) -> dict[str, tuple[tuple[str, ...], Matrix]]:
-    """For each matrix (its tensors in files, what they are). Raises CheckpointError, also if a part has no state."""
-    found = dict[str, tuple[tuple[str, ...], Matrix]]()
+def matrices(source: Source) -> dict[str, Matrix]:
+    """The matrices in NF4, by name. Raises CheckpointError, also if a part has no state."""
     for stored in source.tensors:
-        if stored.endswith((FP4, INT8)):
-            how = f"weights that bitsandbytes quantized to {'fp4' if stored.endswith(FP4) else '8 bits'}"
-            raise CheckpointError(f"{source.named(stored)} is of {how}, which is not read. Take the BF16 original.")
-        if stored.endswith(STATE):
-            name = stored.removesuffix(STATE)
-            found[name] = _matrix(source, packing, name)
-    taken = {part for names, _ in found.values() for part in names}
-    for stored in source.tensors.keys() - taken:
+        if kind := next((kind for end, kind in OTHERS.items() if stored.endswith(end)), ""):
+            what = f"weights that bitsandbytes quantized to {kind}, which is not read"
+            raise CheckpointError(f"{source.named(stored)} is of {what}. Take the BF16 original.")
+    names = [stored.removesuffix(STATE) for stored in source.tensors if stored.endswith(STATE)]
+    result = {name: _matrix(source, name) for name in names}
+    for stored in source.tensors.keys() - {part for matrix in result.values() for part in matrix.stored}:
         if stored.endswith((SCALES, MAP, NESTED, NESTED_MAP)):
             state = stored.rpartition(".")[0] + STATE
             raise CheckpointError(f"{source.named(stored)} is there, but {state} is missing. {AGAIN}.")
-    return found
+    return result
 
 
-def _matrix(source: Source, packing: Packing, name: str) -> tuple[tuple[str, ...], Matrix]:
+def _matrix(source: Source, name: str) -> Matrix:
     state = _state(source, name)
-    nested = "nested_offset" in state
-    names = (name, name + SCALES, name + MAP, name + STATE, *((name + NESTED, name + NESTED_MAP) if nested else ()))
-    if missing := [part for part in names if part not in source.tensors]:
-        raise CheckpointError(f"{source.folder}: {name} is in NF4, but {missing[0]} is missing. {AGAIN}.")
-    shape = state["shape"][0], state["shape"][1]
-    groups = -(-prod(shape) // packing.block[1])
-    wanted = [("U8", prod(shape) // 2), ("U8" if nested else "F32", groups), ("F32", 16), ("U8", None)]
-    wanted += [("F32", -(-groups // NESTED_BLOCK)), ("F32", 256)] if nested else []
-    for part, (dtype, n) in zip(names, wanted, strict=True):
-        t = source.tensors[part]
-        if n is not None and (t.dtype, t.numel) != (dtype, n):
-            of = f"of a matrix of {list(shape)} in NF4 it is {dtype} with {n:,} elements"
-            raise CheckpointError(f"{source.named(part)} is {t.dtype} {list(t.shape)}; {of}.")
-    if not np.array_equal(_floats(source, name + MAP), np.array(TABLE, np.float32)):
-        raise CheckpointError(f"{source.named(name + MAP)} is another table than NF4's. {AGAIN}.")
+    shape, nested = (state["shape"][0], state["shape"][1]), "nested_offset" in state
+    groups = -(-prod(shape) // NF4.block[1])
+    wanted = {name: ("U8", prod(shape) // 2), name + SCALES: ("U8" if nested else "F32", groups)}
+    wanted |= {name + MAP: ("F32", 16)}
+    if nested:
+        wanted |= {name + NESTED: ("F32", -(-groups // NESTED_BLOCK)), name + NESTED_MAP: ("F32", 256)}
+    for part, form in wanted.items():
+        if (t := source.tensors.get(part)) is None:
+            raise CheckpointError(f"{source.folder}: {name} is in NF4, but {part} is missing. {AGAIN}.")
+        if (t.dtype, t.numel) != form:
+            what = f"of a matrix of {list(shape)} in NF4 it is {form[0]} with {form[1]:,} elements"
+            raise CheckpointError(f"{source.named(part)} is {t.dtype} {list(t.shape)}; {what}.")
     codes, scales = (
-        source.tensors[part]._replace(shape=own) for part, own in zip(names[:2], packing.shapes(shape), strict=True)
+        source.tensors[part]._replace(shape=own)
+        for part, own in zip((name, name + SCALES), NF4.shapes(shape), strict=True)
     )
+    stored = (*wanted, name + STATE)
     if not nested:
-        return names, Matrix(shape, (codes, scales), None)
-    made = Nested(
-        source, source.tensors[name + SCALES], source.tensors[name + NESTED], _floats(source, name + NESTED_MAP),
-        state["nested_offset"],
-    )  # fmt: skip
-    return names, Matrix(shape, (codes, SourceTensor("F32", scales.shape, "", 0)), made)
-
-
-def _floats(source: Source, name: str) -> np.ndarray:
-    return source.read(name).view(np.float32)
+        return Matrix(shape, stored, (codes, scales), None)
+    table, offset = source.read(name + NESTED_MAP).view(np.float32), np.float32(state["nested_offset"])
+    made = Nested(source, source.tensors[name + SCALES], source.tensors[name + NESTED], table, offset)
+    return Matrix(shape, stored, (codes, SourceTensor("F32", scales.shape, "", 0)), made)
 
 
 def _state(source: Source, name: str) -> dict[str, Any]:
-    """The quantizer's state, which was checked. Raises CheckpointError."""
+    """The quantizer's state, checked. Raises CheckpointError."""
     t, where = source.tensors[name + STATE], source.named(name + STATE)
     if t.dtype != "U8" or t.numel > LARGEST_STATE:
         raise CheckpointError(f"{where} is {t.dtype} {list(t.shape)}, expected U8, {LARGEST_STATE:,} at most.")
@@ -119,16 +106,13 @@ def _state(source: Source, name: str) -> dict[str, Any]:
         state = parse_json(source.read(name + STATE).tobytes(), "state")
     except ValueError as error:
         raise CheckpointError(f"{where}: {error}. {AGAIN}.") from error
+    faults = {key: json.dumps(value) for key, value in FIXED.items() if state.get(key, value) != value}
     shape: Any = state.get("shape")
     offset: Any = state.get("nested_offset", 0.0)
-    right = isinstance(shape, list) and len(shape) == 2 and all(type(n) is int and 0 < n < 1 << 31 for n in shape)
-    faults = {key: json.dumps(value) for key, value in FIXED if state.get(key, value) != value}
-    if not right or shape[1] % 2:
+    if complaint(shape, (int, int)) or shape[1] % 2:
         faults["shape"] = "two sizes, the second even"
     if type(offset) not in (int, float) or not isfinite(offset):
         faults["nested_offset"] = "a number"
     for key, expected in faults.items():
         raise CheckpointError(f"{where}: {key} is {json.dumps(state.get(key))[:60]}, expected {expected}.")
-    if "nested_offset" in state:
-        state["nested_offset"] = np.float32(offset)
     return state

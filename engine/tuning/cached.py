@@ -1,8 +1,8 @@
 """--base with --store: the quantized weights are kept in a file of the store, for this run and for later ones.
 
 DIR/bases/nf4-KEY.safetensors has the parts of all matrices, by their names in memory. A .json file next to it has
-its checksum, and checksums and stamps of the checkpoint's files that it was made from. A checkpoint with these stamps,
-or else with these checksums, is not quantized again. KEY is made of the shapes and of some of the values.
+its checksum, and the stamps of the checkpoint's files that it was made from. KEY is made of the shapes and of some of
+the values.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import numpy as np
 
 from trireme.engine.tuning.base import check_unchanged, stamps
 from trireme.engine.tuning.quantized import Encoder, Quantized
-from trireme.storage.checkpoint import CHUNK, Source, SourceTensor, counted
+from trireme.storage.checkpoint import SourceTensor, counted
 from trireme.storage.files import (
     Say,
     check_space,
@@ -40,8 +40,6 @@ THREADS = 8
 SAMPLE = 4096  # bytes of each file
 LARGEST = 1 << 24  # of the record
 
-Progress = Callable[[int], object]
-
 
 @dataclass(frozen=True)
 class Cached(Quantized):
@@ -54,53 +52,39 @@ class Cached(Quantized):
     def file_bytes(self) -> int:
         return len(self.header) + sum(t.nbytes for t in self.parts.values())
 
-    def is_made(self) -> bool:
-        """Whether the file is there, and was made from the checkpoint as it is."""
-        return self._is_whole() and self._record().get("stamps") == self._stamps()
-
-    def make(self, progress: Progress, say: Say = to_stderr) -> None:
-        """Writes the file, unless it is made and has the bytes that were written. Raises StoreError."""
-        known, sound = self._record(), False
-        if self._is_whole() and "sum" in known:  # older ones have none
-            damage = self._damage(known["sum"], progress)
-            sound = not damage
-            if damage:
-                say(f"{self.file} is damaged: {damage}. It is made again")
-        if sound and self.is_made():
-            return
-        before = stamps(self.original)
-        record: dict[str, Any] = {"stamps": self._stamps(), "content": _content(self.original, progress)}
-        if sound and known.get("content") == record["content"]:
-            record["sum"] = known["sum"]
-        else:
-            folder = self.file.parent
-            self.file.parent.mkdir(parents=True, exist_ok=True)
-            check_space(folder, self.file_bytes, "the quantized base")
-            self.record.unlink(missing_ok=True)
-            try:
-                content = summed(self._written(progress), lambda sum: record.update(sum=sum))
-                write_synced(partial_of(self.file), content)
-                check_unchanged(before)
-                partial_of(self.file).replace(self.file)
-            finally:
-                partial_of(self.file).unlink(missing_ok=True)
-            sync_folder(folder)
-        replace_synced(self.record, json.dumps(record).encode())
-
     @property
     def record(self) -> Path:
         return self.file.with_suffix(".json")
 
-    def _is_whole(self) -> bool:
-        return self.file.is_file() and self.file.stat().st_size == self.file_bytes
+    def is_made(self) -> bool:
+        """Whether the file is there, and was made from the checkpoint as it is."""
+        same = self.file.is_file() and self.file.stat().st_size == self.file_bytes
+        return same and "sum" in self._record() and self._record().get("stamps") == self._stamps()
 
-    def _damage(self, sum: str, progress: Progress) -> str:
-        """Why the file is not that of the checksum `sum`; "" if it is."""
+    def make(self, progress: Callable[[int], object], say: Say = to_stderr) -> None:
+        """Writes the file, unless it is made and has the bytes that were written. Raises StoreError."""
+        if self.is_made():
+            try:
+                sound = checksum(counted(stream(self.file), progress)) == self._record()["sum"]
+                damage = "" if sound else "its bytes are not those that were written"
+            except OSError as error:
+                damage = why(error)
+            if not damage:
+                return
+            say(f"{self.file} is damaged: {damage}. It is made again")
+        before, record = stamps(self.original), dict[str, Any](stamps=self._stamps())
+        self.file.parent.mkdir(parents=True, exist_ok=True)
+        check_space(self.file.parent, self.file_bytes, "the quantized base")
+        self.record.unlink(missing_ok=True)
         try:
-            found = checksum(counted(stream(self.file), progress))
-        except OSError as error:
-            return why(error)
-        return "" if found == sum else "its bytes are not those that were written"
+            content = summed(self._content(progress), lambda sum: record.update(sum=sum))
+            write_synced(partial_of(self.file), content)
+            check_unchanged(before)
+            partial_of(self.file).replace(self.file)
+        finally:
+            partial_of(self.file).unlink(missing_ok=True)
+        sync_folder(self.file.parent)
+        replace_synced(self.record, json.dumps(record).encode())
 
     def _record(self) -> dict[str, Any]:
         """The content of the .json file; {} if it cannot be read."""
@@ -112,7 +96,7 @@ class Cached(Quantized):
     def _stamps(self) -> dict[str, list[int]]:
         return {str(path.absolute()): list(stamp) for path, stamp in stamps(self.original).items()}
 
-    def _written(self, progress: Progress) -> Iterator[memoryview]:
+    def _content(self, progress: Callable[[int], object]) -> Iterator[memoryview]:
         """Yields the file's bytes. The codes of a matrix come first, so its scales wait."""
         yield memoryview(self.header)
         with ThreadPoolExecutor(THREADS) as pool:  # torch and reads release the GIL
@@ -149,20 +133,5 @@ def cached(source: Quantized, store: Path) -> Cached:
     key = checksum([header, json.dumps([ENCODING, sizes]).encode(), *samples])
     file = store.absolute() / FOLDER / f"{source.base}-{key}.safetensors"
     parts = {t.name: SourceTensor(t.dtype, t.shape, str(file), len(header) + t.offset) for t in layout.tensors}
-    given = source.folder, source.files, source.tensors, source.auxiliary, source.packing, parts
-    return Cached(*given, {}, original, source.encoders, source.base, file, header)
-
-
-def _content(source: Source, progress: Progress) -> dict[str, str]:
-    """Checksums of the checkpoint's files."""
-
-    def of(name: str) -> str:
-        size = source.size_of(name)
-        return checksum(source.bytes_of(name, a, min(CHUNK, size - a)).data for a in range(0, size, CHUNK))
-
-    found = dict[str, str]()
-    with ThreadPoolExecutor(THREADS) as pool:
-        for name, sum in zip(source.files, pool.map(of, source.files), strict=True):
-            found[name] = sum
-            progress(source.size_of(name))
-    return found
+    fields = source.folder, source.files, source.tensors, source.auxiliary, source.packing, parts
+    return Cached(*fields, {}, original, source.encoders, source.base, file, header)

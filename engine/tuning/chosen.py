@@ -22,10 +22,9 @@ def chosen(cfg: ModelConfig, freeze: Sequence[str], train: Sequence[str]) -> Mod
 
     Raises InputError if a pattern matches nothing or only a part of a matmul, or nothing is left to train.
     """
-    for flag, patterns in (("--train", train), ("--freeze", freeze)):
-        for pattern in patterns:
-            if not matching(cfg, pattern):
-                raise InputError(f"{flag} {pattern}: no tensor of the model has such a name. {_instead(cfg, pattern)}.")
+    for flag, pattern in [*(("--train", each) for each in train), *(("--freeze", each) for each in freeze)]:
+        if not matching(cfg, pattern):
+            raise InputError(f"{flag} {pattern}: no tensor of the model has such a name. {_instead(cfg, pattern)}.")
     picked = replace(cfg, frozen=(*(("*",) if train else ()), *(f"!{pattern}" for pattern in train), *freeze))
     if not any(_trained(picked).values()):
         raise InputError("--freeze and --train leave nothing to train.")
@@ -60,21 +59,18 @@ def folded(cfg: ModelConfig, names: Iterable[str]) -> list[str]:
         inner = name.startswith(before) and number.isdigit()
         layers.setdefault(f"{before}{{}}{after}{rest}" if inner else name, []).extend([int(number)] if inner else [])
     span = lambda run: f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0])
-    return [name.replace("{}", ",".join(map(span, _runs(found)))) for name, found in layers.items()]
+    runs = lambda numbers: groupby(enumerate(sorted(numbers)), lambda pair: pair[1] - pair[0])  # of consecutive ones
+    spans = lambda numbers: ",".join(span([n for _, n in run]) for _, run in runs(numbers))
+    return [name.replace("{}", spans(numbers)) for name, numbers in layers.items()]
 
 
-def _runs(numbers: Iterable[int]) -> list[list[int]]:
-    """Numbers in groups of consecutive ones."""
-    return [[n for _, n in run] for _, run in groupby(enumerate(sorted(numbers)), lambda pair: pair[1] - pair[0])]
-
-
-def trained_lines(cfg: ModelConfig, asked: Mapping[str, Sequence[str]]) -> list[str]:
-    """Lines on how much is trained, and what each pattern matches. `asked`: flag -> its patterns."""
-    found = _trained(cfg)
+def trained_lines(cfg: ModelConfig, options: Mapping[str, Sequence[str]]) -> list[str]:
+    """Lines on how much is trained, and what each pattern matches. `options`: flag -> its patterns."""
+    trained = _trained(cfg)
     sizes = {name: prod(s) for group in shapes.all_groups(cfg) for name, s in group}
-    share = sum(sizes[name] for name, yes in found.items() if yes) / sum(sizes.values())
-    lines = [f"{sum(found.values()):,} of {len(found):,} tensors, {percent(share)} of the parameters"]
-    for flag, patterns in asked.items():
+    share = sum(sizes[name] for name, yes in trained.items() if yes) / sum(sizes.values())
+    lines = [f"{sum(trained.values()):,} of {len(trained):,} tensors, {percent(share)} of the parameters"]
+    for flag, patterns in options.items():
         lines += [f"{flag} {pattern}: {', '.join(folded(cfg, matching(cfg, pattern)))}" for pattern in patterns]
     return lines
 
@@ -97,25 +93,25 @@ def adaptable(cfg: ModelConfig) -> tuple[str, ...]:
 
 def linear_layers(cfg: ModelConfig) -> tuple[str, ...]:
     """Names of the linear layers within a block."""
-    having = [own for own in cfg.layers if own.mlp or own.experts and own.experts.shared]
-    mlps = dict.fromkeys(own.mlp_names for own in having)
+    with_mlp = (layer for layer in cfg.layers if layer.mlp or layer.experts and layer.experts.shared)
+    mlps = dict.fromkeys(layer.mlp_names for layer in with_mlp)
     latents = (cfg.names.mlp.latent_in, cfg.names.mlp.latent_out) if cfg.experts and cfg.experts.latent else ()
     return (*_mixers(cfg), *(name for names in mlps for name in (*names.up, names.down)), *latents)
 
 
 def _mixers(cfg: ModelConfig) -> tuple[str, ...]:
     """Names of the linear layers of attention and recurrences."""
-    found = (*cfg.names.mixer.attention, *(cfg.names.mixer.recurrence if cfg.scan else ()))
-    return tuple(name for name in found if name not in cfg.family.unadapted)
+    names = (*cfg.names.mixer.attention, *(cfg.names.mixer.recurrence if cfg.scan else ()))
+    return tuple(name for name in names if name not in cfg.family.unadapted)
 
 
-def targets(cfg: ModelConfig, given: Sequence[str]) -> tuple[str, ...]:
-    """The layers that get adapters: those given, else every linear layer of the blocks, or of a mixture of experts
+def targets(cfg: ModelConfig, names: Sequence[str]) -> tuple[str, ...]:
+    """The layers that get adapters: those named, else every linear layer of the blocks, or of a mixture of experts
     those of attention.
     """
-    everything = len(given) == 1 and given[0] in ALL
-    if given and not everything:
-        return tuple(given)
+    everything = len(names) == 1 and names[0] in ALL
+    if names and not everything:
+        return tuple(names)
     words = 1 if cfg.experts is None else 2
     layers = linear_layers(cfg) if everything or cfg.experts is None else _mixers(cfg)
     return tuple(dict.fromkeys(".".join(name.split(".")[-words:]) for name in layers))

@@ -66,30 +66,19 @@ def pad_in(raw: dict[str, Any], tokenizers: int | None) -> int | None:
     return None
 
 
-def config_of(raw: dict[str, Any], cfg: ModelConfig, labels: Sequence[str], pad: int | None) -> dict[str, Any]:
-    """The config.json of a model with a score head."""
+def with_config(
+    cfg: ModelConfig, source: Source, raw: dict[str, Any], labels: Sequence[str], pad: int | None
+) -> Source:
+    """`source` with the config.json of a model with a score head."""
     named = raw.get("architectures")
     first = named[0] if isinstance(named, list) and named and isinstance(named[0], str) else ""
     known = LANGUAGE.sub("", first)
     problem = {} if cfg.scores == 1 else {"problem_type": "single_label_classification"}
     others = {key: value for key, value in raw.items() if key not in ("num_labels", "problem_type")}
-    return (
-        others
-        | problem
-        | {
-            "architectures": [known + CLASS if known else class_of(cfg.model_type)],
-            "id2label": {str(i): name for i, name in enumerate(labels)},
-            "label2id": {name: i for i, name in enumerate(labels)},
-            "pad_token_id": pad,
-        }
-    )
-
-
-def with_config(
-    cfg: ModelConfig, source: Source, raw: dict[str, Any], labels: Sequence[str], pad: int | None
-) -> Source:
-    """`source` with the config.json of a model with a score head."""
-    content = json.dumps(config_of(raw, cfg, labels, pad), indent=2).encode()
+    config = others | problem | {"architectures": [known + CLASS if known else class_of(cfg.model_type)]}
+    config["id2label"] = {str(i): name for i, name in enumerate(labels)}
+    config["label2id"] = {name: i for i, name in enumerate(labels)}
+    content = json.dumps(config | {"pad_token_id": pad}, indent=2).encode()
     return replace(source, auxiliary=source.auxiliary | {"config.json": content})
 
 

@@ -6,7 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -25,23 +25,11 @@ from trireme.engine.tuning.rewritten import Values, entries_of, rewritten
 from trireme.models import hf
 from trireme.models.config import InputError, ModelConfig
 from trireme.models.sizes import shapes
-from trireme.storage.auxiliary import auxiliary_files, content_of
+from trireme.storage.auxiliary import TOKENIZER, auxiliary_files, content_of
 from trireme.storage.checkpoint import Source, convert, dtype_of, export, is_finite
 from trireme.storage.files import Say, lock, make_folder, partial_of, remove_folders, sync_folder, to_stderr
 
 Factors = list[tuple[Tensor, Tensor]]  # (left (rows, R), right (R, columns)) of each matrix
-Working = Callable[[str, int], AbstractContextManager[Progress]]  # (what is done, its bytes) -> what hears of them
-
-
-def merge_folder(folder: Path, cfg: ModelConfig, source: Source, out: Path, say: Say, working: Working) -> None:
-    """Writes `source`, the model of the adapter in `folder`, plus the adapter to `out`, which is free.
-
-    Raises InputError, CheckpointError, StoreError.
-    """
-    if isinstance(source, Packed):
-        say(f"note: {source.folder}: matrices in {source.packing.word} that the adapter changes make all be in bf16")
-    with new_folder(out) as place, working("merging the adapter", 2 * source.nbytes) as progress:
-        merge_adapter(folder, cfg, source, place, progress, say)
 
 
 @contextmanager
@@ -52,34 +40,27 @@ def new_folder(out: Path) -> Iterator[Path]:
     if `out` is not free.
     """
     out = out.resolve()
-    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+    if out.exists() and (out.is_file() or any(out.iterdir())):
         raise InputError(f"--out {out} is there already. Name another folder.")
     place, made = partial_of(out), make_folder(out.parent)
     place.mkdir(exist_ok=True)
     fd = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    if not lock(fd):
+        os.close(fd)
+        raise InputError(f"--out {out}: another process is writing it. Name another folder.")
     try:
-        if not lock(fd):
-            raise InputError(f"--out {out}: another process is writing it. Name another folder.")
-        _empty(place)
-        try:
-            yield place
-            sync_folder(place)
-            place.rename(out)
-        except BaseException:
-            _empty(place)
-            place.rmdir()
-            raise
+        for path in place.iterdir():
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+        yield place
+        sync_folder(place)
+        place.rename(out)
         sync_folder(out.parent)
     except BaseException:
+        shutil.rmtree(place, ignore_errors=True)
         remove_folders(made)
         raise
     finally:
         os.close(fd)
-
-
-def _empty(folder: Path) -> None:
-    for path in folder.iterdir():
-        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
 def merge_adapter(
@@ -102,20 +83,16 @@ def merge_adapter(
         name, dtype = names[stored], source.tensors[stored].dtype
         if not name:
             return None
-        damaged = f"{source.named(stored)} holds NaN or infinite values; the checkpoint is damaged."
         module, pairs = factors(base, adapter, tensor, name)
-        if name in adapter.whole:
-            read = adapter.source.values(adapter.whole[name])
-            of = adapter.source.named(adapter.whole[name])
-            damaged = f"{of} holds NaN or infinite values; the adapter is damaged."
-        else:
-            read = source.values(stored)
-            if not pairs:
-                return _finite(read, damaged)
+        whole = adapter.whole.get(name)
+        origin, key, kind = (adapter.source, whole, "adapter") if whole else (source, stored, "checkpoint")
+        damage = f"{origin.named(key)} holds NaN or infinite values; the {kind} is damaged."
+        pieces = _finite(origin.values(key), damage)
+        if not (whole or pairs):
+            return pieces
         beyond = f"{stored}: with the adapter of {folder}, values are beyond {dtype}. Is its lora_alpha right?"
-        read = _finite(read, damaged)
-        added = merged(read, pairs, adapter.scales[module]) if pairs else read
-        return _finite((convert(piece, dtype_of(piece), dtype) for piece in added), beyond)
+        sums = merged(pieces, pairs, adapter.scales[module]) if pairs else pieces
+        return _finite((convert(piece, dtype_of(piece), dtype) for piece in sums), beyond)
 
     export(source, out, values, progress, lambda: check_unchanged(before, "was changed while it was merged"))
 
@@ -139,6 +116,7 @@ def with_ends(cfg: ModelConfig, adapter: Adapter, source: Source, say: Say) -> S
             t = source.tensors[stored]
             entries[t.file].append((output, t.dtype, t.shape))
             ends[output], made[output] = output, lambda a, b: source.values(stored, a, b)
+    auxiliary = source.auxiliary
     if new.vocab != cfg.vocab:
         say(f"note: the merged model has the adapter's vocabulary of {new.vocab:,} tokens, not {cfg.vocab:,}")
         fields["vocab_size"] = new.vocab
@@ -146,9 +124,8 @@ def with_ends(cfg: ModelConfig, adapter: Adapter, source: Source, say: Say) -> S
             entries[file] = [(n, dtype, (new.vocab, *s[1:]) if n in ends else s) for n, dtype, s in tensors]
         whole = {embed: adapter.whole[embed], output: adapter.whole[output]}
         made = {n: partial(adapter.source.values, whole[embed if ends[n] == embed else output]) for n in ends}
-    auxiliary = source.auxiliary
-    if new.vocab != cfg.vocab and (adapter.source.folder / "tokenizer.json").is_file():
-        auxiliary = auxiliary_files(source.folder, adapter.source.folder)
+        if (adapter.source.folder / TOKENIZER).is_file():
+            auxiliary = auxiliary_files(source.folder, adapter.source.folder)
     config = _with_fields(json.loads(content_of(source.auxiliary["config.json"])), fields)
     auxiliary = auxiliary | {"config.json": json.dumps(config, indent=2).encode()}
     return replace(rewritten(source, entries, made), auxiliary=auxiliary)
@@ -198,10 +175,10 @@ def factors(cfg: ModelConfig, adapter: Adapter, tensor: Callable[[str], Tensor],
     return module, [(up if half is None else up.chunk(2)[half], downs[expert])]
 
 
-def merged(read: Iterator[np.ndarray], found: Factors, scale: float) -> Iterator[np.ndarray]:
+def merged(pieces: Iterator[np.ndarray], pairs: Factors, scale: float) -> Iterator[np.ndarray]:
     """Yields W + scale * left @ right in fp32, in pieces."""
-    coming, first, stop = iter(found), 0, 0  # first: of the tensor's elements
-    for piece in read:
+    coming, first, stop = iter(pairs), 0, 0  # first: of the tensor's elements
+    for piece in pieces:
         end = first + len(piece)
         while first < end:
             if first == stop:

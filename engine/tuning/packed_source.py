@@ -53,8 +53,8 @@ class Packed(Source):
         return name + self.packing.parts[0].suffix in self.parts
 
     def place(self, name: str) -> SourceTensor:
-        found = self.parts.get(name) or super().place(name)
-        return found._replace(dtype="F32") if name in self.wide else found
+        t = self.parts.get(name) or super().place(name)
+        return t._replace(dtype="F32") if name in self.wide else t
 
     def computed_in(self, dtype: str) -> Source:
         packed = frozenset(name for name in self.tensors if self.packs(name))
@@ -84,9 +84,8 @@ class Packed(Source):
             return self.made[name](first, last)
         t = self.parts[name]
         size = ITEMSIZE[t.dtype]
-        return self.bytes_of(t.file, t.offset + first * size, (last - first) * size).view(
-            OF_PARTS.get(t.dtype, np.uint8)
-        )
+        content = self.bytes_of(t.file, t.offset + first * size, (last - first) * size)
+        return content.view(OF_PARTS.get(t.dtype, np.uint8))
 
     def _decoded(self, name: str, first: int, last: int | None, dtype: str) -> Iterator[np.ndarray]:
         """Yields decoded values, by whole experts or by some rows of a matrix."""
@@ -125,21 +124,18 @@ def check_packing(cfg: ModelConfig, source: Source, say: Say) -> None:
     if isinstance(source, Packed) and cfg.packing is None:
         raise InputError(unsaid(source.folder, source.packing))
     if cfg.packing is not None and not isinstance(source, Packed):
-        word = cfg.packing.word
-        say(
-            f'note: {source.folder}: config.json has a "quantization_config" of {word}, but no tensor is in {word}: '
-            "all are read as they are"
-        )
+        what = f'config.json has a "quantization_config" of {cfg.packing.word}, but no tensor is in it'
+        say(f"note: {source.folder}: {what}: all are read as they are")
 
 
 def unsaid(folder: Path, packing: Packing) -> str:
     """The message about packed matrices of which config.json says nothing."""
-    said = f'{folder}: there are tensors in {packing.word}, but config.json has no "quantization_config"'
+    way = "Copy it from the release: transformers does not find these tensors without it"
     if (folder / OF_PACKINGS[0]).exists():
-        algorithm = "NVFP4" if packing.code == "fp4" else "FP8"
-        key = f'"quantization_config": {{"quant_method": "modelopt", "quant_algo": "{algorithm}"}}'
-        return f"{said}. {OF_PACKINGS[0]} describes them (ModelOpt 0.29 and older). Put {key} into config.json."
-    return f"{said}. Copy it from the release: transformers does not find these tensors without it."
+        key = {"quant_method": "modelopt", "quant_algo": "NVFP4" if packing.code == "fp4" else "FP8"}
+        way = f"{OF_PACKINGS[0]} describes them (ModelOpt 0.29 and older). "
+        way += f'Put "quantization_config": {json.dumps(key)} into config.json'
+    return f'{folder}: there are tensors in {packing.word}, but config.json has no "quantization_config". {way}.'
 
 
 def as_stored(cfg: ModelConfig, source: Source) -> ModelConfig:
@@ -148,11 +144,11 @@ def as_stored(cfg: ModelConfig, source: Source) -> ModelConfig:
     Raises CheckpointError for a weight of a dtype that is not read.
     """
     cfg = replace(hf.as_found(cfg, source.shapes), packing=None, packed=())
-    odd = {name: t for name, t in source.tensors.items() if t.dtype not in NUMPY}
+    odd = [name for name, t in source.tensors.items() if t.dtype not in NUMPY]
     names = hf.canonical_names(cfg, source.shapes, source.named) if odd else {}
-    for name, t in odd.items():
-        if names[name] is not None:
-            raise CheckpointError(unread(source.folder / t.file, name, t.dtype))
+    for name in (name for name in odd if names[name] is not None):
+        t = source.tensors[name]
+        raise CheckpointError(unread(source.folder / t.file, name, t.dtype))
     if not isinstance(source, Packed):
         return cfg
     cfg = replace(cfg, packing=source.packing)
@@ -170,16 +166,14 @@ def as_said(cfg: ModelConfig) -> ModelConfig:
 def globs(cfg: ModelConfig, is_packed: Callable[[str, tuple[int, ...]], bool]) -> tuple[str, ...]:
     """Globs over the names of packed matrices: one for all layers if all are packed, else their names."""
     before, after = cfg.names.block.split("{}")
-    found: dict[str, dict[str, bool]] = {}  # a name for all layers -> names -> whether packed
+    layers: dict[str, dict[str, bool]] = {}  # a name for all layers -> names -> whether packed
     for name, shape in (matrix for group in shapes.all_groups(cfg) for matrix in group):
         if len(shape) > 1:
             number, _, rest = name.removeprefix(before).partition(after)
             inner = name.startswith(before) and number.isdigit()
-            found.setdefault(f"{before}*{after}{rest}" if inner else name, {})[name] = is_packed(name, shape)
-    globs = list[str]()
-    for pattern, names in found.items():
-        globs += [pattern] if all(names.values()) else [name for name, packed in names.items() if packed]
-    return tuple(globs)
+            layers.setdefault(f"{before}*{after}{rest}" if inner else name, {})[name] = is_packed(name, shape)
+    some = lambda names: (name for name, packed in names.items() if packed)
+    return tuple(g for glob, names in layers.items() for g in ([glob] if all(names.values()) else some(names)))
 
 
 def outlined(cfg: ModelConfig, folder: Path) -> Source:
@@ -226,11 +220,11 @@ def unpacked(source: Packed, changed: frozenset[str] = frozenset()) -> Rewritten
     matrices = {(t.file, t.offset): n.removesuffix(codes) for n, t in source.parts.items() if n.endswith(codes)}
     for file in source.files:
         header, entries[file] = read_header(source.folder / file), []
-        for t in header.layout.tensors:
-            name = matrices.get((file, header.data + t.offset), t.name)
-            own = source.tensors.get(name)
-            if own and (own.file or (file, header.data + t.offset) in matrices):
-                entries[file].append((name, own.dtype, own.shape))
+        for stored in header.layout.tensors:
+            place = file, header.data + stored.offset
+            t = source.tensors.get(name := matrices.get(place, stored.name))
+            if t and (t.file or place in matrices):
+                entries[file].append((name, t.dtype, t.shape))
     inner = replace(source, wide=frozenset() if source.packing.exact else changed)
     auxiliary = {name: content for name, content in source.auxiliary.items() if name not in OF_PACKINGS}
     config = in_bf16(json.loads(content_of(auxiliary["config.json"])))

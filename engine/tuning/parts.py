@@ -1,4 +1,4 @@
-"""Opens a checkpoint: finds the parts of packed matrices (models/families/packing.py), and checks them."""
+"""Opens a checkpoint: collects the parts of packed matrices (models/families/packing.py), and checks them."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from trireme.storage.headers import CheckpointError
 
 INTEGERS = {"I32": np.int32, "I64": np.int64}
 LARGEST = 1 << 20  # columns of int4
+Stored = Mapping[str, tuple[str, ...]]  # matrix -> names of its parts in files
 
 
 def open_checkpoint(folder: str | Path, packing: Packing | None = None, say: Say = to_stderr) -> Source:
@@ -29,12 +30,12 @@ def open_checkpoint(folder: str | Path, packing: Packing | None = None, say: Say
         return _in_nf4(source)
     packing = packing and _as_spelled(source, packing)
     for row in [packing] if packing else PACKINGS:
-        found = _found(source, row)
+        stored = _parts(source, row)
         if packing:
-            _check_whole(source, row, found)
-        if found:
+            _check_whole(source, row, stored)
+        if stored:
             try:
-                return _packed(source, row, found, say)
+                return _packed(source, row, stored, say)
             except CheckpointError:
                 if packing or row is MXFP4:
                     raise
@@ -51,81 +52,74 @@ def _as_spelled(source: Source, packing: Packing) -> Packing:
 
 
 def _in_nf4(source: Source) -> Source:
-    found = bitsandbytes.matrices(source, NF4)
-    taken = {part for names, _ in found.values() for part in names}
-    tensors = {name: t for name, t in source.tensors.items() if name not in taken}
-    parts, made = dict[str, SourceTensor](), dict[str, Made]()
-    for name, (_, matrix) in found.items():
+    tensors, parts, made = dict(source.tensors), dict[str, SourceTensor](), dict[str, Made]()
+    matrices = bitsandbytes.matrices(source)
+    for name, matrix in matrices.items():
+        for stored in matrix.stored:
+            del tensors[stored]
         tensors[name] = SourceTensor("BF16", matrix.shape, "", 0)
-        named = [name + part.suffix for part in NF4.parts]
-        parts |= dict(zip(named, matrix.parts, strict=True))
-        made |= {named[1]: matrix.nested} if matrix.nested else {}
-    return Packed(source.folder, source.files, tensors, source.auxiliary, NF4, parts, made) if found else source
+        names = [name + part.suffix for part in NF4.parts]
+        parts |= dict(zip(names, matrix.parts, strict=True))
+        made |= {names[1]: matrix.nested} if matrix.nested else {}
+    return Packed(source.folder, source.files, tensors, source.auxiliary, NF4, parts, made) if matrices else source
 
 
-def _found(source: Source, packing: Packing) -> dict[str, tuple[str, ...]]:
+def _parts(source: Source, packing: Packing) -> dict[str, tuple[str, ...]]:
     """For each matrix the names of its parts, if all are there."""
-    found = dict[str, tuple[str, ...]]()
+    result = dict[str, tuple[str, ...]]()
     for stored, t in source.tensors.items():
         row = packing.of(stored)
         codes = row.parts[0]
-        if stored.startswith(packing.left):
-            continue
-        if stored.endswith(codes.stored) and (t.dtype in codes.dtypes or packing is MXFP4):
+        right = stored.endswith(codes.stored) and (t.dtype in codes.dtypes or packing is MXFP4)
+        if right and not stored.startswith(packing.left):
             name = row.matrix(stored, codes.stored)
             parts = tuple(row.named(name, part.stored) for part in row.parts)
             if all(part in source.tensors for part in parts):
-                found[name] = parts
-    return found
+                result[name] = parts
+    return result
 
 
-def _check_whole(source: Source, packing: Packing, found: Mapping[str, tuple[str, ...]]) -> None:
+def _check_whole(source: Source, packing: Packing, complete: Stored) -> None:
     """Raises CheckpointError if a matrix lacks a part, or scales belong to a matrix that is not packed."""
-    taken = {part for parts in found.values() for part in parts}
+    known = {part for parts in complete.values() for part in parts}
     for stored, t in source.tensors.items():
-        if stored in taken or stored.endswith(UNUSED) or stored.startswith(packing.left):
+        if stored in known or stored.endswith(UNUSED) or stored.startswith(packing.left):
             continue
-        where, row = f"{source.folder / t.file}: {stored}", packing.of(stored)
+        where, row = source.named(stored), packing.of(stored)
         codes, *others = row.parts
         for part in others:
             name = row.matrix(stored, part.stored)
-            there = row.named(name, codes.stored)
-            other = source.tensors.get(there)
-            if stored.endswith(part.stored) and name.endswith((".weight", "_proj")):
+            other = source.tensors.get(there := row.named(name, codes.stored))
+            fits = stored.endswith(part.stored) and name.endswith((".weight", "_proj"))
+            if fits and (other is None or other.dtype not in codes.dtypes):
                 wrong = f"{there} is {other.dtype}: one tensor in two forms" if other else f"{there} is missing"
-                if other is None or other.dtype not in codes.dtypes:
-                    raise CheckpointError(
-                        f"{where} holds {part.word} of {row.word}, but {wrong}. Download the release again."
-                    )
+                raise CheckpointError(f"{where} holds {part.word} of {row.word}, but {wrong}. Download it again.")
         if stored.endswith(codes.stored) and (codes.stored or t.dtype in codes.dtypes):
-            name = row.matrix(stored, codes.stored)
-            lacks = next((part for part in others if row.named(name, part.stored) not in source.tensors), None)
-            if lacks is None:
-                raise CheckpointError(f"{where} is {t.dtype} {list(t.shape)}; {row.word} has {row.wants}.")
-            raise CheckpointError(
-                f"{where} is {t.dtype}, and its {lacks.word}, {row.named(name, lacks.stored)}, are missing. "
-                "Download the release again."
-            )
+            name, wrong = row.matrix(stored, codes.stored), f" {list(t.shape)}; {row.word} has {row.wants}"
+            for part in reversed(others):
+                if (lacks := row.named(name, part.stored)) not in source.tensors:
+                    wrong = f", and its {part.word}, {lacks}, are missing. Download it again"
+            raise CheckpointError(f"{where} is {t.dtype}{wrong}.")
 
 
-def _packed(source: Source, packing: Packing, found: Mapping[str, tuple[str, ...]], say: Say) -> Packed:
+def _packed(source: Source, packing: Packing, stored: Stored, say: Say) -> Packed:
     tensors, parts = dict(source.tensors), dict[str, SourceTensor]()
-    outer = [stored for name, stored in found.items() if packing.of(name) is packing]
-    inner = [stored for name, stored in found.items() if packing.of(name) is packing.experts]
+    outer = [names for name, names in stored.items() if packing.of(name) is packing]
+    inner = [names for name, names in stored.items() if packing.of(name) is packing.experts]
     experts = packing.experts and _typed(source, packing.experts, inner)
     packing = replace(_typed(source, packing, outer), experts=experts)
-    for name, stored in found.items():
-        if name in source.tensors and name != stored[0]:
-            raise CheckpointError(
-                f"{source.folder}: {name} is there twice, also in {packing.word} as {stored[0]}. Remove one."
-            )
-        own = [tensors.pop(part) for part in stored]
-        parts |= {name + part.suffix: t for part, t in zip(packing.of(name).parts, own, strict=True)}
-        tensors[name] = _looks(source, packing.of(name), stored, own)
+    for name, names in stored.items():
+        row = packing.of(name)
+        if name in source.tensors and name != names[0]:
+            twice = f"{name} is there twice, also in {packing.word} as {names[0]}"
+            raise CheckpointError(f"{source.folder}: {twice}. Remove one.")
+        there = [tensors.pop(part) for part in names]
+        parts |= {name + part.suffix: t for part, t in zip(row.parts, there, strict=True)}
+        tensors[name] = SourceTensor("BF16", _shape(source, row, names, there), "", 0)
         for end in packing.checked:
-            if packing.named(name, end) in tensors:
-                _check_int4(source, packing, packing.named(name, end), tensors[name].shape)
-                del tensors[packing.named(name, end)]
+            if (other := packing.named(name, end)) in tensors:
+                _check_int4(source, packing, other, tensors[name].shape)
+                del tensors[other]
     unused = [name for name in tensors if name.endswith(UNUSED)]
     if unused:
         say(f"note: {source.folder}: {len(unused):,} scales of activations, as {unused[0]}, are not used")
@@ -143,12 +137,10 @@ def _check_int4(source: Source, packing: Packing, name: str, shape: tuple[int, .
         raise CheckpointError(f"{source.named(name)} is {t.dtype} {list(t.shape)}, expected I32 or I64 [{n}].")
     values = source.read(name).view(INTEGERS[t.dtype])
     if order and not np.array_equal(values, np.arange(columns) // packing.block[1]):
-        how = "by activation order, which is not read. Take a release without it, or the BF16 original"
-        raise CheckpointError(f"{source.named(name)}: its columns are in groups {how}.")
+        how = "by activation order, which is not read"
+        raise CheckpointError(f"{source.named(name)}: its columns are in groups {how}. Take the BF16 original.")
     if not order and tuple(values.tolist()) != shape:
-        cut = values[0] == shape[0] and values[1] % 8 and values[1] < columns <= values[1] + 8
-        how = "only multiples of 8 columns are read. Take the BF16 original"
-        how = how if cut else f"its codes are of {list(shape)}. Download it again"
+        how = f"its codes are of {list(shape)}, and only multiples of 8 columns are read. Take the BF16 original"
         raise CheckpointError(f"{source.named(name)} is {values.tolist()}: {how}.")
 
 
@@ -159,12 +151,11 @@ def _typed(source: Source, packing: Packing, matrices: Sequence[Sequence[str]]) 
     return packing.with_dtypes(dtypes) if dtypes and right else packing
 
 
-def _looks(source: Source, packing: Packing, stored: Sequence[str], parts: list[SourceTensor]) -> SourceTensor:
-    """How a packed matrix appears."""
+def _shape(source: Source, packing: Packing, stored: Sequence[str], parts: list[SourceTensor]) -> tuple[int, ...]:
+    """The shape of a packed matrix. Raises CheckpointError if its parts do not fit each other."""
     shape = packing.decoded(parts[0].shape)
     typed = all(t.dtype in part.dtypes for part, t in zip(packing.parts, parts, strict=True))
     if shape is None or not typed or not packing.suits(shape, tuple(t.shape for t in parts)):
-        shown = " and ".join(f"{n} {t.dtype} {list(t.shape)}" for n, t in zip(stored, parts, strict=True))
-        shown = shown.replace(f"{stored[0]} ", f"{stored[0]} is ", 1)
-        raise CheckpointError(f"{source.folder / parts[0].file}: {shown}; {packing.word} has {packing.wants}.")
-    return SourceTensor("BF16", shape, "", 0)
+        listed = " and ".join(f"{n} is {t.dtype} {list(t.shape)}" for n, t in zip(stored, parts, strict=True))
+        raise CheckpointError(f"{source.folder / parts[0].file}: {listed}; {packing.word} has {packing.wants}.")
+    return shape

@@ -61,8 +61,12 @@ def read_adapter(folder: Path, cfg: ModelConfig, merging: bool = False) -> Adapt
     """
     config, source = read_adapter_config(folder), open_adapter(folder)
     check_config(folder / CONFIG, config)
-    stored, spelling = _without_copies(folder, cfg, source)
-    sizes = {name: source.tensors[inside].shape for name, inside in stored.items()}
+    names, spelling = spelled(cfg, source.tensors, str(folder / WEIGHTS))
+    stored = dict(names)  # name by transformers' modules without prefix -> name in the file
+    if len(stored) < len(names):
+        raise InputError(f"{folder / WEIGHTS} has a tensor twice, such as with {PREFIX} before its name, and without.")
+    copies = {name for name in stored for copy in COPIES if copy in name and name.replace(copy, ".") in stored}
+    sizes = {name: source.tensors[inside].shape for name, inside in stored.items() if name not in copies}
     base, cfg = cfg, _resized(folder, _untied(cfg, source, stored, sizes), sizes)
     whole, pairs = _replaced(folder, base, cfg, sizes), dict[str, Pair]()
     left = sizes.keys() - set(whole.values())
@@ -82,33 +86,20 @@ def read_adapter(folder: Path, cfg: ModelConfig, merging: bool = False) -> Adapt
     }
     singles, pairs = _gathered(folder, by_expert(cfg), files, pairs)
     lora = _lora(pairs)
-    every = (place for place in places(cfg, config, False) if place.target in lora.targets)
+    targeted = (place.module for place in places(cfg, config, False) if place.target in lora.targets)
     return Adapter(
         cfg,
         lora,
         source,
         base_of(config),
-        files,
-        singles,
-        {name: stored[inside] for name, inside in whole.items()},
-        {module: pair.rank for module, pair in pairs.items()},
-        {module: pair.alpha / pair.rank for module, pair in pairs.items()},
-        tuple(place.module for place in every if place.module not in pairs),
-        float(config.get("lora_dropout") or 0.0),
+        names=files,
+        singles=singles,
+        whole={name: stored[inside] for name, inside in whole.items()},
+        ranks={module: pair.rank for module, pair in pairs.items()},
+        scales={module: pair.alpha / pair.rank for module, pair in pairs.items()},
+        absent=tuple(module for module in targeted if module not in pairs),
+        dropout=float(config.get("lora_dropout") or 0.0),
     )
-
-
-def _without_copies(folder: Path, cfg: ModelConfig, source: Source) -> tuple[dict[str, str], Spelling]:
-    """(names by transformers' modules without prefix -> names in the file, the file's spelling of modules).
-
-    Raises InputError.
-    """
-    names, spelling = spelled(cfg, source.tensors, str(folder / WEIGHTS))
-    stored = dict(names)
-    if len(stored) < len(names):
-        raise InputError(f"{folder / WEIGHTS} has a tensor twice, such as with {PREFIX} before its name, and without.")
-    copies = {name for name in stored for copy in COPIES if copy in name and name.replace(copy, ".") in stored}
-    return {name: inside for name, inside in stored.items() if name not in copies}, spelling
 
 
 def scored_by(folder: Path, cfg: ModelConfig) -> ModelConfig:
@@ -189,10 +180,7 @@ def _pair(
     rank = sizes.get(a, (0,))[0] // experts
     for name, wanted in ((a, (experts * rank, columns)), (b, (rows, experts * rank))):
         if sizes.get(name) != wanted or not rank:
-            what = (
-                f"is {list(sizes[name])}, for this model it would be {list(wanted)}" if name in sizes else "is missing"
-            )
-            raise InputError(f"{folder / WEIGHTS}: {name} {what}.")
+            raise InputError(_unlike(folder, name, sizes, wanted))
     module = spelling.theirs(cfg.names.module(place.module))
     module = f"{module}.weight" if is_parameter(config, f"{module}.weight") else module
     wanted_rank = by_pattern(config.get("rank_pattern"), module, config["r"])
@@ -210,31 +198,35 @@ def _untied(cfg: ModelConfig, source: Source, stored: Mapping[str, str], sizes_:
 
     peft stores both after a resize; if they are equal, that of the output is taken out of `sizes_`.
     """
-    if not cfg.tied:
+    embed, output = (f"{cfg.names.module(name)}." for name in (cfg.names.embed, cfg.names.output))
+    changed = {name for name in sizes_ if name.startswith((embed, output))}
+    if not cfg.tied or not changed:
         return cfg
-    embed, output = _ends(cfg)
-    changed = [name for name in sizes_ if name.startswith((f"{embed}.", f"{output}."))]
-    if not changed:
-        return cfg
-    first, second = f"{embed}.weight", f"{output}.weight"
-    if {*changed} == {first, second} and np.array_equal(source.read(stored[first]), source.read(stored[second])):
+    first, second = f"{embed}weight", f"{output}weight"
+    if changed == {first, second} and np.array_equal(source.read(stored[first]), source.read(stored[second])):
         del sizes_[second]
         return cfg
     return replace(cfg, tied=False)
 
 
+def _ends(cfg: ModelConfig) -> list[str]:
+    """The matrices that have a row for each token: the embedding, and the output of a language model."""
+    return [f"{cfg.names.embed}.weight", *(() if cfg.scores or cfg.tied else (shapes.output_name(cfg),))]
+
+
 def _resized(folder: Path, cfg: ModelConfig, sizes: Mapping[str, Shape]) -> ModelConfig:
     """`cfg` with the vocabulary of an adapter whose model was resized. Raises InputError."""
-    names = {f"{end}.{inner}weight" for end in _ends(cfg) for inner in ("", "base_layer.")}
+    names = {inside for name in _ends(cfg) for inside in _inside(cfg, name)}
     new = {sizes[name][0] for name in names & sizes.keys()} - {cfg.vocab}
     if len(new) > 1:
         raise InputError(f"{folder / WEIGHTS}: embedding and output are of vocabularies of {sorted(new)}.")
     return replace(cfg, vocab=new.pop()) if new else cfg
 
 
-def _ends(cfg: ModelConfig) -> list[str]:
-    """The modules that have a row for each token: the embedding, and the output of a language model."""
-    return [cfg.names.module(name) for name in (cfg.names.embed, *(() if cfg.scores else (cfg.names.output,)))]
+def _inside(cfg: ModelConfig, name: str) -> tuple[str, str]:
+    """peft's names without prefix of a weight that takes the place of the model's, below an adapter or alone."""
+    module, _, what = cfg.names.module(name).rpartition(".")
+    return f"{module}.base_layer.{what}", f"{module}.{what}"
 
 
 def _replaced(folder: Path, base: ModelConfig, cfg: ModelConfig, sizes: Mapping[str, Shape]) -> dict[str, str]:
@@ -244,14 +236,11 @@ def _replaced(folder: Path, base: ModelConfig, cfg: ModelConfig, sizes: Mapping[
     """
     whole = dict[str, str]()
     for name, shape in shapes.stored_tensors(cfg).items():
-        module, _, what = cfg.names.module(name).rpartition(".")
-        for inside in (f"{module}.base_layer.{what}", f"{module}.{what}"):
-            if inside in sizes:
-                if sizes[inside] != shape:
-                    wanted = f"for this model it would be {list(shape)}"
-                    raise InputError(f"{folder / WEIGHTS}: {inside} is {list(sizes[inside])}, {wanted}.")
-                whole[name] = inside
-    ends = [f"{cfg.names.embed}.weight", *(() if cfg.scores or cfg.tied else (shapes.output_name(cfg),))]
+        for inside in _inside(cfg, name):
+            if sizes.get(inside, shape) != shape:
+                raise InputError(_unlike(folder, inside, sizes, shape))
+            whole |= {name: inside} if inside in sizes else {}
+    ends = _ends(cfg)
     for name, other in zip(ends, ends[::-1], strict=True):
         if name not in whole and base.tied and ".base_layer." in whole.get(other, ""):
             whole[name] = whole[other]  # what is below the adapter of one is the other
@@ -259,6 +248,12 @@ def _replaced(folder: Path, base: ModelConfig, cfg: ModelConfig, sizes: Mapping[
         how = f"Resize the model first: resize_token_embeddings({cfg.vocab}), save_pretrained(DIR); then --model DIR"
         raise InputError(f"{folder} is of a vocabulary of {cfg.vocab}, the model has {base.vocab}. {how}.")
     return whole
+
+
+def _unlike(folder: Path, name: str, sizes: Mapping[str, Shape], wanted: Shape) -> str:
+    """The message about a tensor that is missing or has another shape."""
+    what = f"is {list(sizes[name])}, for this model it would be {list(wanted)}" if name in sizes else "is missing"
+    return f"{folder / WEIGHTS}: {name} {what}."
 
 
 # ---------------------------------------------------------------- several as one

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -44,13 +45,10 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
     try:
         return parse_json(read_small(folder / CONFIG, links=True), "file")
     except FileNotFoundError:
-        inner = sorted(path.parent for path in folder.glob(f"*/{CONFIG}"))
+        inner = ", ".join(str(path.parent) for path in sorted(folder.glob(f"*/{CONFIG}"))[:4])
+        what = f"it holds adapters in folders. Name one of them: {inner}" if inner else "it is not an adapter of peft"
         if (folder / "config.json").is_file():
             what = "it is a whole model. Take it as the checkpoint"
-        elif inner:
-            what = f"it holds adapters in folders. Name one of them: {', '.join(map(str, inner[:4]))}"
-        else:
-            what = "it is not an adapter of peft"
         raise InputError(f"{folder} has no {CONFIG}: {what}.") from None
     except (OSError, ValueError) as error:
         raise InputError(f"{folder / CONFIG}: {why(error)}.") from None
@@ -73,11 +71,10 @@ def check_config(where: Path, config: Mapping[str, Any]) -> None:
             raise InputError(f"{where}: {key}{wrong}.")
         known = key in UNUSED or key in READ or key in ("peft_type", "r", "lora_alpha") or value in ONLY.get(key, ())
         if value and not known:
-            how = "Train the adapter without it, or add it to its model with peft."
+            way = "Train the adapter without it, or add it to its model with peft"
             if key == "init_lora_weights" and str(value).lower().startswith(CONVERTED):
-                convert = "save_pretrained(..., path_initial_model_for_weight_conversion=...)"
-                how = f"The adapter is for a changed base. Convert it with peft: {convert}."
-            raise InputError(f"{where}: {shown(key)} is {_show(value)}, which is not supported. {how}")
+                way = "Convert it with peft: save_pretrained(..., path_initial_model_for_weight_conversion=...)"
+            raise InputError(f"{where}: {shown(key)} is {_show(value)}, which is not supported. {way}.")
     ranks, alphas = config.get("rank_pattern") or {}, config.get("alpha_pattern") or {}
     whole = all(type(rank) is int and 1 <= rank <= MOST for rank in (config.get("r"), *ranks.values()))
     small = all(type(a) in (int, float) and abs(a) <= MOST for a in (config.get("lora_alpha"), *alphas.values()))
@@ -86,12 +83,10 @@ def check_config(where: Path, config: Mapping[str, Any]) -> None:
         values = ", ".join(f"{key} {_show(config[key])}" for key in keys if config.get(key))
         raise InputError(f"{where}: {values}: expected r and lora_alpha up to {MOST:,}, lora_dropout from 0 to 1.")
     for pattern in (*ranks, *alphas):
-        try:
-            slow = _SLOW.search(pattern) or not re.compile(pattern)
-        except (re.error, RecursionError, OverflowError):
-            slow = True
-        if slow:
-            raise InputError(f"{where}: the pattern {_show(pattern)} is not read. Name the modules instead.")
+        with suppress(re.error, RecursionError, OverflowError):
+            if not _SLOW.search(pattern) and re.compile(pattern):
+                continue
+        raise InputError(f"{where}: the pattern {_show(pattern)} is not read. Name the modules instead.")
 
 
 def by_pattern(patterns: Mapping[str, float] | None, name: str, default: float) -> float:

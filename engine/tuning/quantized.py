@@ -7,7 +7,7 @@ written next to frozen matrices, is made of the checkpoint's own values.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from math import prod
 
 import numpy as np
@@ -80,24 +80,15 @@ class Encoder:
         values = np.concatenate([np.array(convert(piece, dtype_of(piece), "F32")) for piece in pieces])
         return encode(self.packing, values.reshape(n, columns))
 
-
-@dataclass(frozen=True)
-class Encoded:
-    """A part of a quantized matrix, computed each time that it is read."""
-
-    encoder: Encoder
-    part: int
-
-    def __call__(self, first: int, last: int) -> np.ndarray:
-        """Elements [first, last) of the part, flat."""
-        encoder, height = self.encoder, self.encoder.height
-        rows, *rest = encoder.shape
-        each = prod(encoder.packing.shapes((height, *rest))[self.part])
-        found = list[np.ndarray]()
-        for i in range(first // each, -(-last // each)):
-            part = encoder.strip(i * height, min((i + 1) * height, rows))[self.part]
-            found.append(part[max(first - i * each, 0) : last - i * each])
-        return np.concatenate(found)
+    def part(self, part: int, first: int, last: int) -> np.ndarray:
+        """Elements [first, last) of the codes (part 0) or of the scales (1), flat, computed each time."""
+        rows, *rest = self.shape
+        size = prod(self.packing.shapes((self.height, *rest))[part])  # of a strip
+        result = list[np.ndarray]()
+        for i in range(first // size, -(-last // size)):
+            strip = self.strip(i * self.height, min((i + 1) * self.height, rows))[part]
+            result.append(strip[max(first - i * size, 0) : last - i * size])
+        return np.concatenate(result)
 
 
 def quantized(cfg: ModelConfig, source: Source, base: str, stored: dict[str, str]) -> tuple[ModelConfig, Quantized]:
@@ -115,19 +106,19 @@ def quantized(cfg: ModelConfig, source: Source, base: str, stored: dict[str, str
 
     def is_packed(name: str, shape: tuple[int, ...]) -> bool:
         frozen = shapes.is_frozen(cfg, [(name, shape)]) and not name.endswith(small)
-        held = packing.holds(shapes.on_disk(cfg, name, shape)[0][1])
-        return frozen and held and name.startswith(cfg.names.block.split("{}")[0])
+        fits = packing.holds(shapes.on_disk(cfg, name, shape)[0][1])
+        return frozen and fits and name.startswith(cfg.names.block.split("{}")[0])
 
     cfg = replace(cfg, packing=packing, packed=globs(cfg, is_packed))
     parts, made, encoders = dict[str, SourceTensor](), dict[str, Made](), list[Encoder]()
-    known = cache(packing.shapes)  # of some ten shapes, asked for each expert
+    part_shapes = cache(packing.shapes)  # of some ten shapes, looked up for each expert
     for name, shape in (matrix for group in shapes.all_groups(cfg) if shapes.is_packed(cfg, group) for matrix in group):
         for there, one in shapes.on_disk(cfg, name, shape):
             encoders.append(Encoder(source, stored[there], packing))
-            for i, (part, own) in enumerate(zip(packing.parts, known(one), strict=True)):
+            for i, (part, own) in enumerate(zip(packing.parts, part_shapes(one), strict=True)):
                 parts[stored[there] + part.suffix] = SourceTensor(part.dtypes[0], own, "", 0)
-                made[stored[there] + part.suffix] = Encoded(encoders[-1], i)
+                made[stored[there] + part.suffix] = partial(encoders[-1].part, i)
     if not parts:
         raise InputError(f"--base {base}: no matrix is frozen. It is for --lora, --adapter, --freeze and --train.")
-    given = source.folder, source.files, source.tensors, source.auxiliary, packing, parts, made
-    return cfg, Quantized(*given, source, tuple(encoders), base)
+    fields = source.folder, source.files, source.tensors, source.auxiliary, packing, parts, made
+    return cfg, Quantized(*fields, source, tuple(encoders), base)

@@ -41,34 +41,22 @@ def spelled(cfg: ModelConfig, stored: Iterable[str], where: str) -> tuple[list[t
     An adapter may have been made with the class of the language model alone, that of the multimodal model around it, or
     an older one. All of them compute the same. Raises InputError about the file `where` if it mixes them.
     """
-    names = [(_in_modules(cfg, short(name)), name) for name in stored]
-    here = cfg.names.module(cfg.names.block).partition("layers.")[0]
-    if here not in _BASES:
-        return names, Spelling()
-    bases = {base for name, _ in names for base in [_base(name)] if base is not None}
+    here, names, bases = cfg.names.module(cfg.names.block).partition("layers.")[0], list[tuple[str, str]](), set[str]()
+    for inside in stored:
+        name = short(inside)
+        name = name if SINGLE.search(name) else cfg.names.module(name)  # which may be as in released files
+        for base in _BASES if here in _BASES else ():
+            if name.startswith(tuple(base + part for part in _PARTS)):
+                bases.add(base)
+                name = here + name.removeprefix(base)
+                break
+        if here in _BASES and name.startswith(_OUTER_HEAD):
+            name = name.removeprefix("language_model.")
+        names.append((name, inside))
     if len(bases) > 1:
         first, second = (f"{base}layers" for base in sorted(bases)[:2])
         raise InputError(f"{where} names modules in two ways, {first} and {second}. Save it again with peft.")
-    there = next(iter(bases), here)
-    return [(_moved(name, here), inside) for name, inside in names], Spelling(here, there)
-
-
-def _base(name: str) -> str | None:
-    """What a name within the language model begins with; None if it is not within it."""
-    return next((base for base in _BASES if name.startswith(tuple(base + part for part in _PARTS))), None)
-
-
-def _moved(name: str, here: str) -> str:
-    """A name that begins with `here` if it is within the language model."""
-    base = _base(name)
-    if name.startswith(_OUTER_HEAD):
-        return name.removeprefix("language_model.")
-    return name if base is None else here + name.removeprefix(base)
-
-
-def _in_modules(cfg: ModelConfig, name: str) -> str:
-    """A name that may be as in released files, by transformers' modules; single experts are called as in files."""
-    return name if SINGLE.search(name) else cfg.names.module(name)
+    return names, Spelling(here, next(iter(bases), here))
 
 
 def by_expert(cfg: ModelConfig) -> ModelConfig:

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from trireme.engine.tuning.adapters import WEIGHTS
 from trireme.engine.tuning.base import stamps
-from trireme.engine.tuning.merging import merge_folder, new_folder
+from trireme.engine.tuning.merging import merge_adapter, new_folder
 from trireme.models.config import InputError, read_config
 from trireme.storage.checkpoint import open_source
 from trireme.storage.files import StoreError
@@ -66,13 +66,9 @@ def made(tmp_path):
 
 
 def merge(folder, out="out", source=None):
-    class Silent:
-        __enter__ = lambda self: lambda nbytes: None
-        __exit__ = lambda self, *error: None
-
     base = folder / "base"
-    source = source or open_source(base)
-    merge_folder(folder / "adapter", read_config(base), source, folder / out, print, lambda *_: Silent())
+    with new_folder(folder / out) as place:
+        merge_adapter(folder / "adapter", read_config(base), source or open_source(base), place)
 
 
 def files(folder):
