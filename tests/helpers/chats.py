@@ -4,10 +4,6 @@ import json
 
 import tokenizers
 
-from trireme.engine.data.answers import read
-from trireme.engine.data.encode import encode
-from trireme.engine.data.forms import Chat
-from trireme.engine.data.read import BadRow
 from trireme.engine.data.tokenizer import load_tokenizer
 
 user = lambda text, **more: {"role": "user", "content": text, **more}
@@ -39,25 +35,3 @@ def make_tokenizer(folder, bos="<s>", eos="</s>", **config):
     core.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": bos, "eos_token": eos} | config))
     return load_tokenizer(folder)
-
-
-def encoded(row, tokenizer, template=None):
-    """A row's tokens. Raises BadRow."""
-    (example,) = read(row, {}, "").examples
-    if isinstance(example, Chat) and template is None:
-        example = example.plain
-    made = encode([example], tokenizer, template)
-    if made.faults:
-        raise BadRow(made.faults[0])
-    return made
-
-
-def bracketed(row, tokenizer, template=None):
-    """The text of a row's tokens, with [..] around what is trained."""
-    made, text, shown, inside = encoded(row, tokenizer, template), "", 0, False
-    for at in range(len(made.ids) + 1):
-        now = at < len(made.ids) and bool(made.trained[at])
-        if now != inside:
-            text += tokenizer.decode(made.ids[shown:at]) + ("[" if now else "]")
-            shown, inside = at, now
-    return text + tokenizer.decode(made.ids[shown:])

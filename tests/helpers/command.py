@@ -1,6 +1,5 @@
 """The command as a shell calls it, what a terminal shows of it, and what it must leave alone when it refuses."""
 
-import json
 import re
 from pathlib import Path
 
@@ -30,11 +29,6 @@ TRAIN = ("model", "--data", "stories.txt", "--out", "out", "--seq-len", "64", "-
 
 def write(path: str, text: str | bytes) -> None:
     Path(path).write_bytes(text.encode() if isinstance(text, str) else text)
-
-
-def set_config(**change) -> None:
-    config = json.loads(Path("model/config.json").read_text()) | change
-    write("model/config.json", json.dumps({k: v for k, v in config.items() if v is not None}))
 
 
 def on_screen(output: str) -> list[str]:

@@ -18,9 +18,7 @@ from typing import NoReturn
 import numpy as np
 import pytest
 import stories
-import torch
 from engines import fork
-from safetensors.numpy import load_file
 
 from trireme.engine.run import cli, loop
 from trireme.engine.run.loop import Interrupted, train
@@ -134,55 +132,6 @@ def check_stopped(whole: Options, parts: Options, monkeypatch) -> None:
     stopped(parts, 2, monkeypatch)
     train(replace(parts, resume=parts.out))
     check_same(whole, parts)
-
-
-# ---------------------------------------------------------------- transformers' models and torch's AdamW
-
-
-def theirs(path: Path | str) -> torch.nn.Module:
-    from transformers import AutoModelForCausalLM  # seconds, which other tests need not wait for
-
-    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-
-
-def trained_by_peft(opts: Options, begun: Path) -> tuple[torch.nn.Module, torch.optim.AdamW]:
-    """peft's model with the run's adapters as they are before training, written to `begun`, and torch's AdamW."""
-    peft = pytest.importorskip("peft")
-    train(replace(opts, out=str(begun), max_steps=1, lr=1e-30))
-    model = peft.PeftModel.from_pretrained(theirs(opts.model), begun, is_trainable=True)
-    trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
-    return model, adamw_of(trained, opts.lr, decay=0.0)
-
-
-def adamw_of(named: Iterable[tuple[str, torch.nn.Parameter]], lr: float, decay: float = 0.01) -> torch.optim.AdamW:
-    """As a run's: matrices alone decay."""
-    groups: dict[float, list] = {decay: [], 0.0: []}
-    for name, p in named:
-        groups[decay if p.dim() > 1 and not name.endswith("bias") else 0.0].append(p)
-    groups = [dict(params=params, weight_decay=rate) for rate, params in groups.items() if params]
-    return torch.optim.AdamW(groups, lr=lr, betas=(0.9, 0.95), eps=1e-8)
-
-
-def take_step(loss: torch.Tensor, adamw: torch.optim.AdamW) -> float:
-    """The gradient's norm."""
-    loss.backward()
-    parameters = [p for group in adamw.param_groups for p in group["params"]]
-    norm = torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-    adamw.step()
-    adamw.zero_grad()
-    return norm.item()
-
-
-def check_close(found: dict[str, np.ndarray], expected: dict[str, torch.Tensor], lr: float) -> None:
-    """Weights after steps. AdamW's first steps are about the sign of the gradient: near 0, a rounding is a step."""
-    for name, value in expected.items():
-        assert np.abs(found[name] - value.detach().numpy()).max() < 0.1 * lr, name
-
-
-def check_weights(out: Path | str, expected: dict[str, torch.Tensor], lr: float) -> None:
-    """`expected`: all, a tied matrix by one name or by both."""
-    found = load_file(Path(out, "model.safetensors"))
-    check_close(found, {name: expected[name] for name in found}, lr)
 
 
 def hold(step: int, change: Callable[[object, str, object], None] = setattr) -> None:
