@@ -112,8 +112,9 @@ def test_the_reference_is_autograd(form):
         assert own is None or check(own, leaf.grad, 1e-12) is None
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("rows", [7, pytest.param(1500, marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("rows", [4, pytest.param(1500, marks=pytest.mark.gpu)])
 def test_wide_rows_in_place_a_few_at_a_time(device, rows, monkeypatch):
     """More rows than are computed at once; their parts would read each other's results."""
     if device == "cpu":
