@@ -190,6 +190,7 @@ def compare(a: Inputs, delta: bool, lengths, device: str, dtype: torch.dtype) ->
     return own
 
 
+@pytest.mark.full
 @pytest.mark.grid
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("form", ["delta", "plain, odd widths"])

@@ -24,7 +24,8 @@ def _no_cache(monkeypatch):
     monkeypatch.setattr(evaluate, "cache_folder", lambda: None)
 
 
-@pytest.mark.parametrize("where", ["ssd", "ram", pytest.param("halves", marks=pytest.mark.full)])
+@pytest.mark.grid
+@pytest.mark.parametrize("where", ["ssd", "ram", "halves"])
 def test_a_killed_run_resumes_bitwise(checkpoint, uninterrupted, where):
     """Killed in step 4, after the snapshot of step 2; placement does not matter."""
     out = checkpoint / f"killed-{where}"
@@ -49,11 +50,12 @@ def wait_for(out: Path, step: int) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("more", [
     dict(val="0.2", eval_every=every("2"), export="best", lr=0.03),
     dict(lora=4, lora_dropout=0.1, merge=True),
-    pytest.param(dict(freeze=("*embed*",), neftune=5.0), marks=pytest.mark.full),
-    pytest.param(dict(gpus=2, keep=2), marks=pytest.mark.full),
+    dict(freeze=("*embed*",), neftune=5.0),
+    dict(gpus=2, keep=2),
 ])  # fmt: skip
 def test_a_stopped_run_resumes_bitwise(checkpoint, tmp_path, monkeypatch, more):
     whole = replace(options(checkpoint, tmp_path / "whole", "ram"), **more)
@@ -70,6 +72,7 @@ def test_a_stopped_run_resumes_bitwise(checkpoint, tmp_path, monkeypatch, more):
     assert untimed(whole.out) == untimed(parts.out)
 
 
+@pytest.mark.full
 def test_a_run_that_stops_before_its_first_snapshot_leaves_nothing_or_begins_again(checkpoint, tmp_path, monkeypatch):
     run = options(checkpoint, tmp_path / "out", "gpu")
     with monkeypatch.context() as m:
@@ -105,6 +108,7 @@ def test_a_finished_run_goes_on_where_its_state_was_kept(checkpoint, tmp_path, c
     assert "changed  --max-steps 6, was 2 at step 2" in capsys.readouterr().out
 
 
+@pytest.mark.full
 def test_the_rate_of_a_longer_run_is_told(checkpoint, tmp_path, capsys):
     run = options(checkpoint, tmp_path / "out", "ram", keep_state=True)
     train(replace(run, max_steps=4))
@@ -112,6 +116,7 @@ def test_the_rate_of_a_longer_run_is_told(checkpoint, tmp_path, capsys):
     assert "warning: the learning rate rises from" in capsys.readouterr().out
 
 
+@pytest.mark.full
 def test_a_finished_run_says_how_its_result_is_trained_further(checkpoint, tmp_path, monkeypatch):
     run = options(checkpoint, tmp_path / "out", "ram")
     train(replace(run, max_steps=1))

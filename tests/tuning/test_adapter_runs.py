@@ -114,6 +114,7 @@ def test_a_base_that_changed_is_refused(checkpoint, whole, far, monkeypatch):
     same(checkpoint / "changed", whole)
 
 
+@pytest.mark.full
 def test_peft_opens_it_and_merged_it_computes_the_same(checkpoint, whole):
     import peft
 

@@ -103,6 +103,7 @@ SINGLE = {
 }
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("row", ROWS)
 def test_merged_as_peft_computes(row, tmp_path):
     case, asked = ROWS[row]
@@ -152,6 +153,7 @@ def trained_logits(folder, cfg, steps):
     return logits(peft.PeftModel.from_pretrained(loaded(folder / "base"), folder / "further")), logits(theirs)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("row", [*TRAINED, "single experts"])
 def test_training_goes_on_as_in_peft(row, tmp_path, monkeypatch):
     monkeypatch.setattr(engines, "BALANCE", 0.0)
