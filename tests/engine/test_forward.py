@@ -4,17 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from engines import (
-    LLAMA,
-    MODELS,
-    PACKED,
-    Words,
-    batches,
-    gpu_plan,
-    make,
-    of,
-    relayed,
-)
+from engines import LLAMA, MODELS, PACKED, Words, batches, gpu_plan, make, of, relayed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

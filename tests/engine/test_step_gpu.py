@@ -124,12 +124,7 @@ def on_the_gpu(n_micro: int, clip: float, cfg=CFG):
 @pytest.mark.parametrize("units", UNITS)
 @pytest.mark.parametrize(
     ("n_micro", "mode", "between"),
-    [
-        (1, "forward", "gpu"),
-        (3, "forward", "gpu"),
-        (3, "forward", "ram"),
-        (2, "backward", "gpu"),
-    ],
+    [(1, "forward", "gpu"), (3, "forward", "gpu"), (3, "forward", "ram"), (2, "backward", "gpu")],
 )
 def test_placement_never_changes_the_numbers(units, n_micro, mode, between):
     if units == "streamed" and mode == "backward":

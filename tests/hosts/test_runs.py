@@ -189,10 +189,7 @@ def failing_queue(host: int) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize(
     ("fault", "reason"),
-    [
-        (hanging_drive, "host 1: no progress for"),
-        (failing_queue, "host 0: /there: Input/output error"),
-    ],
+    [(hanging_drive, "host 1: no progress for"), (failing_queue, "host 0: /there: Input/output error")],
 )
 def test_what_fails_while_a_host_waits_for_another_ends_all(folder, fault, reason):
     out = folder / fault.__name__

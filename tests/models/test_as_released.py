@@ -320,8 +320,7 @@ def test_a_longer_context_is_read_as_it_is_written(model_type, keys, folder):
 
 
 @pytest.mark.parametrize(
-    ("model_type", "key"),
-    [(name, key) for name in ("gpt2", "olmoe", "mixtral") for key in FAMILIES[name].aliases],
+    ("model_type", "key"), [(name, key) for name in ("gpt2", "olmoe", "mixtral") for key in FAMILIES[name].aliases]
 )
 def test_other_names_of_keys(model_type, key, folder):
     """Read, and refused next to another value of the same."""

@@ -49,11 +49,7 @@ OLMO_H = LLAMA | dict(model_type="olmo_hybrid")
 FALCON_H1 = LLAMA | dict(model_type="falcon_h1")
 NEMOTRON = dict(model_type="nemotron_h", hidden_size=4096, hybrid_override_pattern="ME*")
 LLAMA3 = dict(
-    rope_type="llama3",
-    factor=8.0,
-    low_freq_factor=1.0,
-    high_freq_factor=4.0,
-    original_max_position_embeddings=8192,
+    rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192
 )
 
 
@@ -374,10 +370,7 @@ def test_only_the_table_names_a_family():
     root = Path(__file__).parents[2]
     own = set(SUPPORTED) - {"llama", "gpt2"} | {"gemma3"}
     for path in (path for room in ("models", "engine/planner", "kernels") for path in root.glob(f"{room}/**/*.py")):
-        named = (
-            "models/families/table.py",
-            "models/families/known.py",
-        )
+        named = ("models/families/table.py", "models/families/known.py")
         if path not in [root / name for name in named]:
             words = set(re.findall(r"[\"']([a-z_]+\d*\w*)[\"']", path.read_text()))
             assert not words & own, path
@@ -441,8 +434,7 @@ def test_an_adapter_is_no_checkpoint(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("key", "value"),
-    [("configuration_files", ["config.4.0.0.json"]), ("transformers_weights", "other.safetensors")],
+    ("key", "value"), [("configuration_files", ["config.4.0.0.json"]), ("transformers_weights", "other.safetensors")]
 )
 def test_other_files_that_transformers_takes_by_a_key_are_refused(key, value):
     for model_type in ("llama", "gemma3"):

@@ -108,10 +108,7 @@ def test_learned_positions_end():
     long, short = [7] * 60, [7] * 3
     ours = generate(cfg, units_of(tiny), [long, short], 10)
     assert [len(t) for t in ours] == [4, 10]
-    assert ours == [
-        *oracle_generate(reference, [long], 4),
-        *oracle_generate(reference, [short], 10),
-    ]
+    assert ours == [*oracle_generate(reference, [long], 4), *oracle_generate(reference, [short], 10)]
     with pytest.raises(InputError, match="64 positions"):
         generate(cfg, units_of(tiny), [[7] * 64], 1)
 

@@ -15,14 +15,7 @@ from engines import HYBRID
 from trireme.engine.geometry import ADAM_BYTES
 from trireme.engine.plan import Limits
 from trireme.engine.planner import host
-from trireme.engine.planner.machine import (
-    drive_speeds,
-    note_drives,
-    note_pinned,
-    pinnable,
-    this_machine,
-    with_drives,
-)
+from trireme.engine.planner.machine import drive_speeds, note_drives, note_pinned, pinnable, this_machine, with_drives
 from trireme.engine.planner.predict import WITHIN
 from trireme.engine.planner.probe import cache, compute, copies, drive, processor, starts
 from trireme.engine.planner.rates import ENDURANCE, Machine, Rates, rates_of

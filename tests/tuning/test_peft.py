@@ -9,16 +9,7 @@ import pytest
 import torch
 import transformers
 import wrapped
-from adapters_of_peft import (
-    loaded,
-    logits,
-    make,
-    merged_logits,
-    peft_logits,
-    set_keys,
-    single_experts,
-    tensors_of,
-)
+from adapters_of_peft import loaded, logits, make, merged_logits, peft_logits, set_keys, single_experts, tensors_of
 from engines import LIMITS, MemoryScratch, MemoryStore, batches, final_weights, gpu_plan, train
 from safetensors.torch import save_file
 from tiny import CASES, oracle
