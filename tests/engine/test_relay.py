@@ -59,10 +59,13 @@ def check(plan, queues, expected, tied=False):
 
 
 @pytest.mark.parametrize(
-    ("deal", "tier", "tied"),
-    [(deal, tier, bool((i + j) % 2)) for i, deal in enumerate(DEALS) for j, tier in enumerate(TIERS)],
+    ("deal", "tier", "tied", "between"),
+    [
+        (deal, tier, bool((i + j) % 2), ("ram", "gpu")[(i // 2 + j) % 2])
+        for i, deal in enumerate(DEALS)
+        for j, tier in enumerate(TIERS)
+    ],
 )
-@pytest.mark.parametrize("between", ["ram", "gpu"])
 def test_units_on_several_gpus_leave_the_bits_of_one(in_one_memory, deal, tied, tier, between):
     unit = UnitPlan(tier, tier, x=tier, saved=(("qkv", tier),))
     plan = gpu_plan(DEEP, units=(unit,) * 8, dtype="BF16", n_micro=3, record=700)
