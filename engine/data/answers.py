@@ -6,12 +6,13 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from decimal import Decimal
 from typing import Any, Literal, NamedTuple, TypeGuard
 
+from trireme.engine.data import forms
 from trireme.engine.data.forms import (
-    COLUMNS,
     FORMS,
     HISTORY,
     TALK,
@@ -19,21 +20,12 @@ from trireme.engine.data.forms import (
     Example,
     Form,
     Text,
-    alpaca,
-    are_columns,
-    chat_of,
-    check_row,
-    completion,
-    find_form,
     messages_of,
-    normal,
     part_of,
-    speaker,
     string,
     talk,
-    unused_of,
 )
-from trireme.engine.data.messages import is_message, refuse_media, role_of
+from trireme.engine.data.messages import refuse_media, role_of
 from trireme.engine.data.read import EMPTY, BadRow, Fields, unread_keys
 from trireme.models.config import InputError
 from trireme.storage.untrusted import shown
@@ -111,32 +103,32 @@ def read(
 
 
 def _read(raw: Fields, how: _How) -> Read:
-    row, kind = normal(raw, how.renames, how.table), how.kind
-    check_row(row)
+    row, kind = forms.normal(raw, how.renames, how.table), how.kind
+    forms.check_row(row)
     if row.get("label") is None and row.get("kto_tag") is not None:
         row = {**{key: value for key, value in row.items() if key != "kto_tag"}, "label": row["kto_tag"]}
     weight, known = _weight(row), ["weight"] if _is_number(row.get("weight")) else []
     mapped = how.renames.values()
-    pair = find_form(row, PAIRS, mapped)
+    pair = None if _SIDES.isdisjoint(row) else forms.find_form(row, PAIRS, mapped)
     if kind in ("pairs", "rewards") or (kind == "labels" and pair and row.get("label") in EMPTY):
         if pair is None:
             raise BadRow(_unknown(raw, row, PAIRS, how))
         examples, value = pair.read(row), _margin(row) if kind == "rewards" else 0.0
         known += ["margin"] if kind == "rewards" else []
-        return Read(pair.name, examples, unused_of(row, pair, examples, known), weight, value)
-    form = find_form({key: value for key, value in row.items() if key != "label"} if kind else row, FORMS, mapped)
+        return Read(pair.name, examples, forms.unused_of(row, pair, examples, known), weight, value)
+    form = forms.find_form({key: value for key, value in row.items() if key != "label"} if kind else row, FORMS, mapped)
     if kind == "":
         _refuse_preferences(raw, row, pair, form, how)
     if form is None:
         raise BadRow(_unknown(raw, row, FORMS, how))
     if kind == "":
         example = form.read(row)
-        return Read(form.name, [example], unused_of(row, form, [example], known), weight)
+        return Read(form.name, [example], forms.unused_of(row, form, [example], known), weight)
     if row.get("label") is None:
         raise BadRow("has no 'label'; --map label=YOURS names your column")
     if kind == "classes":
         talks = form.keys[0] in ("messages", "conversations")
-        example = chat_of(row, form.keys[0], answered=False) if talks else form.read(row)
+        example = forms.chat_of(row, form.keys[0], answered=False) if talks else form.read(row)
         example = example._replace(ends=False) if isinstance(example, Text) else example
         value = float(_class(row["label"], how.classes))
     elif form.keys[0] in ("text", "input_ids"):
@@ -144,7 +136,9 @@ def _read(raw: Fields, how: _How) -> Read:
     else:
         example, value = _last(form.read(row)), 0.0
         weight *= _sign(row["label"])
-    return Read(f"{form.name},label", [example], unused_of(row, form, [example], [*known, "label"]), weight, value)
+    return Read(
+        f"{form.name},label", [example], forms.unused_of(row, form, [example], [*known, "label"]), weight, value
+    )
 
 
 def _is_number(value: Any) -> TypeGuard[str | float | Decimal]:
@@ -171,83 +165,58 @@ def _margin(row: Mapping[str, Any]) -> float:
 # ---------------------------------------------------------------- rows of another form
 
 
-def _unknown(raw: Fields, row: Fields, forms: Sequence[Form], how: _How) -> str:
+def _unknown(raw: Fields, row: Fields, among: Sequence[Form], how: _How) -> str:
     """What is wrong with a row of no form: the row, what is expected, and what its shape or a --map that works says."""
     seen = shown(json.dumps(row, ensure_ascii=False, default=str), 200)
-    known = "; ".join(", ".join(form.keys) for form in forms[: len(FORMS)])
-    near = " Labelled answers are for --method kto." if forms is PAIRS and any(key in raw for key in _LABELS) else ""
-    return f"no known form of a row: {seen}. Expected the keys {known}.{_shape(row) or _map_for(raw, forms, how)}{near}"
+    known = "; ".join(", ".join(form.keys) for form in among[: len(FORMS)])
+    way_out = forms.shape_of(row)
+    if not way_out:
+        advice = _map_that_reads(raw, how, _likely(raw, among, how))
+        way_out = (
+            f" Perhaps {advice}." if advice else " Rename columns, as in --map instruction=question,output=answer."
+        )
+    near = " Labelled answers are for --method kto." if among is PAIRS and row.get("label") is not None else ""
+    return f"no known form of a row: {seen}. Expected the keys {known}.{way_out}{near}"
 
 
-def _shape(row: Fields) -> str:
-    """What the shape of a row says, if it is certain, and what to do; else ""."""
-    if speaker(row):
-        return ' One message is not a row; a conversation is: {"messages": [{"role": …, "content": …}, …]}.'
-    if are_columns(row) and all(isinstance(value, list) for value in row.values()):
-        return COLUMNS
-    texts = all(isinstance(value, (str, type(None))) for value in row.values())
-    if texts and any(not key.strip() or re.search(r"[.?!:|]\s*$|\s.*\s.*\s|\|", key) for key in row):
-        first = "The first line of a table names its columns, and commas, semicolons or tabs part them: does it?"
-        return f" {first} Put a line such as prompt,completion before it."
-    for key, value in row.items():
-        inner = value if isinstance(value, dict) else value[0] if isinstance(value, list) and value else None
-        if isinstance(inner, dict) and key not in TALK:
-            if isinstance(value, list) and all(map(is_message, value)):
-                return f" --map {'messages' if 'role' in inner else 'conversations'}={key}."
-            names = ", ".join(map(shown, list(inner)[:4]))
-            return f" What stands inside {shown(key)!r} ({names}) is not read: write it as columns or as messages."
-    return ""
-
-
-def _map_for(raw: Fields, forms: Sequence[Form], how: _How) -> str:
-    """Advice on --map, which is tried if it names columns."""
+def _likely(raw: Fields, among: Sequence[Form], how: _How) -> Iterator[dict[str, str]]:
+    """Yields renames that give a row the keys of a form."""
     names = {how.renames.get(key, key).lower(): key for key in raw if key == key.strip()}
-    for form in forms:
+    for form in among:
         likely = {ours: (ours,) if ours in names else _LIKELY.get(ours, ()) for ours in form.keys}
         columns = {ours: [names[name] for name in likely[ours] if name in names] for ours in likely}
         columns |= {ours: [names[ours]] for ours in form.others if ours in names}
         if all(len(theirs) == 1 for theirs in columns.values()):
-            renames = {**how.renames, **{theirs[0]: ours for ours, theirs in columns.items() if theirs[0] != ours}}
-            if renames != how.renames and _reads(raw, renames, how):
-                return f" Perhaps {_as_option(renames)}."
-    return " Rename columns, OURS=YOURS: --map instruction=question,output=answer."
+            yield {theirs[0]: ours for ours, theirs in columns.items() if theirs[0] != ours}
 
 
-def _as_option(renames: Mapping[str, str]) -> str:
-    return "--map " + ",".join(f"{ours}={theirs}" for theirs, ours in renames.items())
-
-
-def _reads(raw: Fields, renames: Mapping[str, str], how: _How) -> bool:
-    """Whether a row of a file can be read with this --map."""
-    try:
-        _read(raw, how._replace(renames=renames))
-        return True
-    except BadRow:
-        return False
+def _map_that_reads(raw: Fields, how: _How, ways: Iterable[Mapping[str, str]]) -> str:
+    """The first of these renames with which a row of a file is read, with those of --map, as this option; else ""."""
+    for way in ways:
+        renames = {**how.renames, **way}
+        with suppress(BadRow):
+            if renames != how.renames:
+                _read(raw, how._replace(renames=renames))
+                return "--map " + ",".join(f"{ours}={theirs}" for theirs, ours in renames.items())
+    return ""
 
 
 def _refuse_preferences(raw: Fields, row: Fields, pair: Form | None, form: Form | None, how: _How) -> None:
     """Raises BadRow if a row is a pair or a labelled answer, with a --map that trains on the good answers."""
-    tag, ways = str(row.get("label")).strip().lower(), list[str]()
-    if pair and not _SIDES.isdisjoint(row):
-        good, *bad = pair.keys[1:] if "input" in pair.keys else [pair.keys[-2], *pair.keys[-1:]]
-        leave = ",".join(f"unused={key}" for key in bad)
-        ways = [f"{ours}={good},{leave}" for ours in ("output", "completion", "messages", "text") if good != ours]
-        ways.append(leave)
-    elif tag in (*GOOD, *BAD) and form and form.keys[0] not in ("text", "input_ids"):
-        ways = [f"unused={key}" for key in raw if how.renames.get(key, key) in _LABELS][:1]
+    if pair:
+        good, *bad = pair.keys[1:] if "input" in pair.keys else pair.keys[-2:]
+        leave = dict.fromkeys(bad, "unused")
+        ways = [{good: ours, **leave} for ours in ("output", "completion", "messages", "text") if good != ours]
+        what, which = "good answers and bad ones", "the good answers"
+    elif str(row.get("label")).strip().lower() in (*GOOD, *BAD) and form and form.keys[0] not in ("text", "input_ids"):
+        ways, leave = [], {key: "unused" for key in raw if how.renames.get(key, key) in ("label", "kto_tag")}
+        what, which = "labelled answers", "the good ones alone, take out the others, and"
     else:
         return
-    what = "preference data, good answers and bad ones" if pair else "preference data, labelled answers"
-    way_out = "write them to a file of messages, or of prompt, completion"
-    for way in ways:
-        pairs = [part.split("=") for part in way.split(",")]
-        renames = {**how.renames, **{theirs: ours for ours, theirs in pairs}}
-        if not pair or _reads(raw, renames, how):
-            way_out = _as_option(renames)
-            break
-    raise BadRow(f"is {what}: training and `eval` with --method dpo (kto, if labelled) read both. To train on the good "
-                 f"answers alone{'' if pair else ', keep their rows'}: {way_out}")  # fmt: skip
+    way_out = _map_that_reads(raw, how, [*ways, leave]) or "write a file of messages, or of prompt, completion"
+    raise BadRow(
+        f"is preference data, {what}: --method dpo (kto, if labelled) reads both. To train on {which}: {way_out}"
+    )
 
 
 # ---------------------------------------------------------------- pairs
@@ -277,8 +246,8 @@ def _joined_texts(row: Fields, context: str | None, mine: str, other: str) -> Ex
         return _of_dialogue(row, mine, other)
     for prompt in (context, context.strip()):
         if prompt.strip() and mine.startswith(prompt) and other.startswith(prompt):
-            return completion(prompt, mine[len(prompt) :], "an answer behind its prompt")
-    return completion(context, mine, "an answer")
+            return forms.completion(prompt, mine[len(prompt) :], "an answer behind its prompt")
+    return forms.completion(context, mine, "an answer")
 
 
 def _of_dialogue(row: Fields, mine: str, other: str) -> Example:
@@ -291,7 +260,7 @@ def _of_dialogue(row: Fields, mine: str, other: str) -> Example:
         start = len(re.sub(r"\S+$", "", same).rstrip())  # whole words
         if not start:
             raise BadRow("'chosen' and 'rejected' begin with nothing in common, and there is no 'prompt'")
-        return completion(mine[:start], mine[start:], "an answer")
+        return forms.completion(mine[:start], mine[start:], "an answer")
     start = same.rfind(_ASSISTANT)
     if start < 0:
         raise BadRow("'chosen' and 'rejected' do not share a turn of the human")
@@ -302,7 +271,7 @@ def _of_dialogue(row: Fields, mine: str, other: str) -> Example:
         {"role": "user" if who == "Human" else "assistant", "content": what.strip()}
         for who, what in zip(turns[::2], turns[1::2], strict=True)
     ]
-    plain = completion(mine[:start], mine[start:], "an answer")
+    plain = forms.completion(mine[:start], mine[start:], "an answer")
     return talk({}, messages[:before], messages[before:], "the dialogue")._replace(plain=plain)
 
 
@@ -351,7 +320,7 @@ def _after(column: str) -> Callable[[Fields], list[Example]]:
 
 
 def _alpaca_pair(row: Fields) -> list[Example]:
-    return [_last(alpaca({**row, "output": string(row, side)})) for side in ("chosen", "rejected")]
+    return [_last(forms.alpaca({**row, "output": string(row, side)})) for side in ("chosen", "rejected")]
 
 
 def _openai(row: Fields) -> list[Example]:
@@ -438,19 +407,21 @@ def labels_in(rows: Iterable[Any], renames: Mapping[str, str], named: Sequence[s
     """The names of the classes of rows: those that the file has for them, else the labels that occur, numbers by size,
     others by the alphabet; 0, 1, … are called LABEL_0, LABEL_1, … Raises InputError.
     """
-    words, fault = set[str](), ""
+    words = set[str]()
     for row in rows:
-        value = normal(row, renames, False).get("label") if isinstance(row, dict) else None
-        try:
+        value = forms.normal(row, renames, False).get("label") if isinstance(row, dict) else None
+        with suppress(BadRow):  # said when it is read, if there are others
             words |= set() if value in EMPTY else {_word(value)}
-        except BadRow as error:
-            fault = fault or str(error)  # said when it is read, if there are others
         if len(words) > MOST:
             raise InputError(f"'label' has more than {MOST:,} values. Is it the right column? --map label=YOURS")
     if named and words <= classes_of(named).keys() | {"-1"}:
         return tuple(named)
     if len(words) < 2:
-        what = f"one class alone, {shown(next(iter(words)))}" if words else fault or "no row with a 'label'"
+        what = (
+            f"one class alone, {shown(next(iter(words)))}"
+            if words
+            else "no row whose 'label' is one class, no fraction"
+        )
         raise InputError(f"--data has {what}. Name your column: --map label=YOURS; or the classes: --labels A,B.")
     if all(map(_WHOLE.fullmatch, words)):
         numbers = sorted(words, key=int)

@@ -5,7 +5,6 @@ Rows are (n, documents of a row), so that pairs need no functions of their own.
 
 from __future__ import annotations
 
-from array import array
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -208,35 +207,20 @@ def best_fit(lengths: np.ndarray, capacity: int) -> tuple[np.ndarray, np.ndarray
     assert lengths.min() >= 1
     assert lengths.max() <= capacity
     by_length = np.argsort(-lengths.astype(np.int64), kind="stable")
-    filled = np.empty(len(lengths), np.int64)  # rows, in that order
-    open_rows: dict[int, array[int]] = defaultdict(lambda: array("q"))  # by room left, the last is taken first
-    rooms = 0  # bit r: open_rows[r] is filled
-    n_rows = at = 0
-    for length, many in zip(*(part[::-1].tolist() for part in np.unique(lengths, return_counts=True)), strict=True):
-        end = at + many
-        while at < end:  # rows of one room, each as full as these documents make it
-            fitting = rooms >> length
-            room = length + (fitting & -fitting).bit_length() - 1 if fitting else capacity
-            each = room // length  # documents a row
-            wanted = -(-(end - at) // each)
-            if fitting:
-                there = open_rows[room]
-                taken = np.frombuffer(there[-wanted:], np.int64)[::-1]
-                del there[-wanted:]
-                rooms ^= (not there) << room
-            else:
-                taken = np.arange(n_rows, n_rows + wanted)
-                n_rows += wanted
-            n = min(end - at, each * len(taken))
-            filled[at : at + n] = np.repeat(taken, each)[:n]
-            at += n
-            last = n - each * (len(taken) - 1)  # documents of the last row
-            for rows, left in ((taken[:-1], room - each * length), (taken[-1:], room - last * length)):
-                if left and len(rows):
-                    open_rows[left].frombytes(rows.tobytes())
-                    rooms |= 1 << left
-    row_of = np.empty(len(lengths), np.int64)
-    row_of[by_length] = filled
+    open_rows: dict[int, list[int]] = defaultdict(list)  # by room left, the last is taken first
+    row_of, rooms, n_rows = np.empty(len(lengths), np.int64), 0, 0  # bit r of rooms: open_rows[r] is filled
+    for document, length in zip(by_length.tolist(), lengths[by_length].tolist(), strict=True):
+        fitting = rooms >> length
+        room = length + (fitting & -fitting).bit_length() - 1 if fitting else capacity
+        if fitting:
+            row = open_rows[room].pop()
+            rooms ^= (not open_rows[room]) << room
+        else:
+            row, n_rows = n_rows, n_rows + 1
+        row_of[document] = row
+        if left := room - length:
+            open_rows[left].append(row)
+            rooms |= 1 << left
     order = np.argsort(row_of, kind="stable")
     starts = np.concatenate([[0], np.cumsum(np.bincount(row_of, minlength=n_rows))])
     return order.astype(np.int64), starts.astype(np.int64)

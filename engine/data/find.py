@@ -12,30 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-from trireme.engine.data.read import (
-    COLUMNS,
-    DAMAGES,
-    KINDS,
-    LINES,
-    PACKINGS,
-    SEPARATOR,
-    STDIN,
-    TEXTS,
-    Row,
-    check_file,
-    documents,
-    file_kind,
-    holds_lines,
-    json_lines,
-    json_values,
-    unpacked,
-)
+from trireme.engine.data import read
+from trireme.engine.data.read import COLUMNS, KINDS, LINES, PACKINGS, TEXTS, Row, check_file, file_kind
 from trireme.engine.data.tables import column_rows, csv_rows
 from trireme.models.config import InputError
 from trireme.storage.untrusted import quoted, shown
 
 MOST_FILES = 500  # each is held open
-MOST_NAMES = 500_000  # in a folder
 MOST_WEIGHT = 1000  # each repeat takes memory
 _NAMED = 4  # names in a line
 _USES = {"train": "train", "training": "train", "test": "test"}
@@ -120,7 +103,7 @@ def spool(stream: BinaryIO, folder: Path) -> DataFile:
             start = file.read(1 << 16).removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
         check_file(scratch, piped=True)
         path = scratch.rename(folder / ("stdin.jsonl" if start in (b"{", b"[") else "stdin.txt"))
-    return DataFile(path, shown=STDIN)
+    return DataFile(path, shown=read.STDIN)
 
 
 def _sources(files: Sequence[Path], name: str, weight: float) -> list[DataFile]:
@@ -143,21 +126,18 @@ def _sources(files: Sequence[Path], name: str, weight: float) -> list[DataFile]:
 
 def _matching(pattern: Path, weight: float) -> Sources:
     """The files of a pattern; `**` stands for any folders. Raises InputError where there are none."""
-    hidden = lambda path: any(part[0] == "." and part not in pattern.parts for part in path.parts)
-    paths = Path(pattern.anchor).glob(str(pattern.relative_to(pattern.anchor)))
-    files, others = _sift(sorted({path for path in paths if path.is_file() and not hidden(path)}))
+    files, others = _sift(Path(pattern.anchor), str(pattern.relative_to(pattern.anchor)))
     if not files:
         raise InputError(f"{pattern} matches no file of {', '.join(KINDS)}. Correct the path.")
-    notes = [f"{pattern}: not read: {_list([], others)}"] if others else []
-    if missing := missing_parts(files):
-        notes.append(f"{pattern} lacks {_list(missing)}: parts of a set")
-    return Sources(_sources(files, str(pattern), weight), [], notes)
+    lacks = [f"{pattern} lacks {_list(missing)}: parts of a set" for missing in [missing_parts(files)] if missing]
+    unread = [f"{pattern}: not read: {_list([], others)}"] if others else []
+    return Sources(_sources(files, str(pattern), weight), [], lacks + unread)
 
 
 def _folder(folder: Path, weight: float) -> Sources:
     if (folder / "tokenizer.json").is_file() and (folder / "config.json").is_file():
         raise InputError(f"{folder} is a checkpoint, not data. Name a file or folder of rows with --data.")
-    paths, others = _walk(folder)
+    paths, others = _sift(folder, "**/*")
     names = [path.relative_to(folder) for path in paths]
     by_use, data = by_uses(names)
     train, held_out = by_use["train"] or by_use[""], by_use["valid"]
@@ -173,28 +153,19 @@ def _folder(folder: Path, weight: float) -> Sources:
     return Sources(sources(train), sources(held_out), [f"{folder}: not read: {unread}"] if unread else [])
 
 
-def _walk(folder: Path) -> tuple[list[Path], Counter[str]]:
-    """As _sift, of what is below a folder. Links to folders may lead anywhere and are not followed, hidden folders are
-    not entered. Raises InputError where there are too many names.
+def _sift(root: Path, pattern: str) -> tuple[list[Path], Counter[str]]:
+    """(files of data that match, how many others there are of each kind). Names that begin with a dot are left out
+    unless the pattern has them. `**` does not follow links to folders, which may lead anywhere.
     """
-    paths, others, names = list[Path](), Counter[str](), 0
-    for place, folders, files in os.walk(folder, onerror=lambda _: others.update(["folders that cannot be opened"])):
-        folders[:] = [name for name in folders if name[0] != "."]
-        others.update("links to folders" for name in folders if Path(place, name).is_symlink())
-        paths += [Path(place, name) for name in files if name[0] != "."]
-        names += len(folders) + len(files)
-        if names > MOST_NAMES:
-            raise InputError(f"{folder} holds more than {MOST_NAMES:,} names. Name the folder of the data.")
-    data, rest = _sift(sorted(paths))
-    return data, others + rest
-
-
-def _sift(paths: Sequence[Path]) -> tuple[list[Path], Counter[str]]:
-    """(files of data, how many others there are of each kind)."""
-    data, others = list[Path](), Counter[str]()
-    for path in paths:
+    data, others, named = list[Path](), Counter[str](), Path(pattern).parts
+    for path in sorted(root.glob(pattern)):
         kind = file_kind(path) or "files without a suffix"
-        if kind in KINDS and not (path.exists() and path.stat().st_size == 0):
+        if any(part[0] == "." and part not in named for part in path.relative_to(root).parts):
+            continue
+        if path.is_dir():
+            others.update(["links to folders"] if path.is_symlink() else [])
+            others.update([] if os.access(path, os.R_OK | os.X_OK) else ["folders that cannot be opened"])
+        elif kind in KINDS and not (path.exists() and path.stat().st_size == 0):
             data.append(path)
         else:
             others[f"empty {kind}" if kind in KINDS else kind] += 1
@@ -206,7 +177,7 @@ def by_uses(names: Sequence[Path]) -> tuple[dict[str, list[Path]], list[Path]]:
     pages such as a README, and what the datasets library writes next to its data, are not. `names`: relative to their
     folder.
     """
-    data = [path for path in names if file_kind(path) in KINDS and not any(part[0] == "." for part in path.parts)]
+    data = [path for path in names if file_kind(path) in KINDS]
     data = [path for path in data if not (path.suffix == ".json" and path.stem in _ABOUT)]
     data = [path for path in data if not (path.suffix == ".arrow" and path.stem.startswith("cache-"))]
     data = [path for path in data if not (file_kind(path) in TEXTS and path.stem.lower() in _PAGES)]
@@ -280,7 +251,7 @@ class Rows:
 
     def __init__(self, paths: Sequence[Path], most: int | None = None, separators: Sequence[str] = ()):
         self.size, self.unit = sum(path.stat().st_size for path in paths), "line"
-        self._paths, self._most, self._separators = paths, most, {SEPARATOR, *separators}
+        self._paths, self._most, self._separators = paths, most, {read.SEPARATOR, *separators}
         self._done = 0
         self._raw: BinaryIO | None = None
 
@@ -299,27 +270,24 @@ class Rows:
             self._done += path.stat().st_size
 
     def _rows(self, path: Path) -> Iterator[Row]:
+        kind = file_kind(path)
         try:
-            lines = holds_lines(path)
+            lines = read.holds_lines(path)
+            self.unit = "row" if kind in COLUMNS or (kind in (*LINES, ".json") and not lines) else self.unit
             with path.open("rb") as raw:
-                self._raw = raw
-                yield from self._parsed(path, unpacked(path, raw), lines)
+                self._raw, file = raw, read.unpacked(path, raw)
+                if kind in COLUMNS:
+                    yield from column_rows(path, file, kind == ".arrow")
+                elif kind in (".csv", ".tsv"):
+                    yield from csv_rows(path, file, kind == ".tsv")
+                elif kind in TEXTS:
+                    yield from read.documents(path, file, self._separators)
+                else:
+                    yield from read.json_lines(file) if lines else read.json_values(path, file)
         except UnicodeDecodeError as error:
             raise InputError(f"{path} is not UTF-8 ({error.reason}). Convert it with iconv.") from None
-        except DAMAGES as error:
+        except read.DAMAGES as error:
             if getattr(error, "errno", None) or path.suffix.lower() not in PACKINGS:
                 raise
             what = " ".join(str(error).split())
             raise InputError(f"{path} is a damaged {path.suffix} ({what}). Download it again.") from None
-
-    def _parsed(self, path: Path, file: BinaryIO, lines: bool) -> Iterator[Row]:
-        kind = file_kind(path)
-        if kind in COLUMNS or (kind in (*LINES, ".json") and not lines):
-            self.unit = "row"
-        if kind in COLUMNS:
-            return column_rows(path, file, kind == ".arrow")
-        if kind in (".csv", ".tsv"):
-            return csv_rows(path, file, kind == ".tsv")
-        if kind in TEXTS:
-            return documents(path, file, self._separators)
-        return json_lines(file) if lines else json_values(path, file)

@@ -5,6 +5,7 @@ To read another spelling, add it to a table.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -23,6 +24,7 @@ from trireme.engine.data.messages import (
     turns_of,
 )
 from trireme.engine.data.read import EMPTY, BadRow, Fields, json_of, kind_of, unread_keys
+from trireme.storage.untrusted import shown
 
 TALK = ("system", "tools", "functions", "chat_template_kwargs")  # beside messages
 MASKS = ("completion_mask", "assistant_masks", "assistant_mask", "loss_mask", "loss_masks")  # of ids, 1: trained
@@ -127,15 +129,16 @@ def find_form(row: Fields, forms: Sequence[Form], mapped: Iterable[str] = ()) ->
     order = [*named, *(form for form in forms if form not in named)] if named else forms
     for keys in ({key for key, value in row.items() if value not in EMPTY}, row.keys()):
         for form in order:
-            if keys >= {*form.keys} and not (form.keys == ("text",) and speaker(row)):
+            if keys >= {*form.keys} and not (form.keys == ("text",) and _is_turn(row)):
                 return form
     return None
 
 
-def speaker(row: Mapping[str, Any]) -> str:
-    """The key that says whose message a row is, if it is one; else ""."""
-    keys = (key for key in ("role", "from", "speaker") if isinstance(row.get(key), str))
-    return next((key for key in keys if row[key].strip().lower() in ROLES), "")
+def _is_turn(row: Mapping[str, Any]) -> bool:
+    """Whether a row is one message."""
+    return any(
+        isinstance(row.get(key), str) and row[key].strip().lower() in ROLES for key in ("role", "from", "speaker")
+    )
 
 
 def unused_of(row: Fields, form: Form, examples: Sequence[Example], known: Iterable[str] = ()) -> list[str]:
@@ -165,17 +168,39 @@ def string(row: Mapping[str, Any], key: str, default: str | None = None) -> str:
         return value
     if not isinstance(value, list):
         raise BadRow(f"{key!r} is {kind_of(value)}, expected a string")
-    way_out = COLUMNS if are_columns(row) else " Give each a row of its own" if value else ""
+    way_out = _COLUMNS if _are_columns(row) else " Give each a row of its own" if value else ""
     raise BadRow(f"{key!r} is a list of {len(value)}, expected a string.{way_out}".rstrip("."))
 
 
-COLUMNS = " Its values are lists of one length: a file of columns? Write one object a row."
+_COLUMNS = " Its values are lists of one length: a file of columns? Write one object a row."
 
 
-def are_columns(row: Mapping[str, Any]) -> bool:
+def _are_columns(row: Mapping[str, Any]) -> bool:
     """Whether all lists of a row, of which there are several, have one length."""
     lengths = [len(value) for value in row.values() if isinstance(value, list)]
     return len(lengths) > 1 and len({*lengths}) == 1
+
+
+def shape_of(row: Fields) -> str:
+    """What the shape of a row of no form says, if it is certain, and what to do; else ""."""
+    if _is_turn(row):
+        return ' One message is not a row; a conversation is: {"messages": [{"role": …, "content": …}, …]}.'
+    if _are_columns(row) and all(isinstance(value, list) for value in row.values()):
+        return _COLUMNS
+    texts = all(isinstance(value, (str, type(None))) for value in row.values())
+    if texts and any(not key.strip() or re.search(r"[.?!:]\s*$|\s.*\s.*\s|\|", key) for key in row):
+        return (
+            " The first line of a table names its columns, between commas, semicolons or tabs: does it? Put a line "
+            "such as prompt,completion before it."
+        )
+    for key, value in row.items():
+        inner = value if isinstance(value, dict) else value[0] if isinstance(value, list) and value else None
+        if isinstance(inner, dict) and key not in TALK:
+            if isinstance(value, list) and all(map(is_message, value)):
+                return f" --map {'messages' if 'role' in inner else 'conversations'}={key}."
+            names = ", ".join(map(shown, list(inner)[:4]))
+            return f" What stands inside {shown(key)!r} ({names}) is not read: write it as columns or as messages."
+    return ""
 
 
 # ---------------------------------------------------------------- conversations

@@ -40,7 +40,6 @@ _MEDIA = ("image", "video", "audio", "pixel_value", "input_feature")  # less an 
 _CALL, _ANSWER = "tool_use", "tool_result"  # Anthropic's parts of a content
 _ARGUMENTS = ("arguments", "parameters", "args", "input")
 _OF_CALL = ("id", "type", "index", "function")  # an index says its order
-_VALUES = ("default", "const", "enum", "examples")  # of a schema, which may be null
 _SHORT_ID = re.compile(r"[a-zA-Z0-9]{9}")  # Mistral's templates insist on nine characters
 
 
@@ -174,8 +173,6 @@ def read_tools(row: Fields) -> list[Fields] | None:
     function = lambda tool: tool.get("function", {}) if isinstance(tool, dict) else None
     if not isinstance(tools, list) or not all(isinstance(function(tool), dict) for tool in tools):
         raise BadRow(f"{keys[0]!r} is not a list of objects, each with an object as its 'function'")
-    tools = [_schema(tool) for tool in tools]
-    _check_numbers(tools, repr(keys[0]))
     return [{"type": "function", "function": _bare(t)} if "name" in t and "function" not in t else t for t in tools]
 
 
@@ -183,19 +180,6 @@ def _bare(tool: Fields) -> Fields:
     """A bare function, with Anthropic's `input_schema` as its parameters."""
     name = "input_schema" if "parameters" in tool else "parameters"
     return {(name if key == "input_schema" else key): value for key, value in tool.items()}
-
-
-def _schema(value: Any) -> Any:
-    """A schema without keys that are null, which are absent ones."""
-    if isinstance(value, list):
-        return [_schema(inner) for inner in value]
-    if not isinstance(value, dict):
-        return value
-    return {
-        key: inner if key in _VALUES else _schema(inner)
-        for key, inner in value.items()
-        if inner is not None or key in _VALUES
-    }
 
 
 def _read_calls(calls: Any, where: str, unused: dict[str, None]) -> list[Fields]:
@@ -218,9 +202,6 @@ def _read_call(call: Any, where: str, unused: dict[str, None]) -> Fields:
     values = _parsed(arguments, what)
     if not isinstance(values, dict):
         raise BadRow(f"{what} are {kind_of(values)}, expected an object")
-    _check_numbers(values, what)
-    if inside and call.get("type") not in (None, "", "function"):
-        raise BadRow(f"{where}: the type of a call is {call['type']!r}, expected 'function'")
     if not isinstance(call.get("id") or "", (str, int)):
         raise BadRow(f"{where}: the 'id' of a call is {kind_of(call['id'])}, expected a string")
     outer = unread_keys(call, _OF_CALL) if inside else []
@@ -230,16 +211,6 @@ def _read_call(call: Any, where: str, unused: dict[str, None]) -> Fields:
     about = {key: value for key, value in call.items() if key in _OF_CALL[:3]}
     named = {"name": function["name"], "arguments": arguments if values else {}}  # as they are: a text, or an object
     return {"id": "", "type": "function", **about, "function": named}
-
-
-def _check_numbers(value: Any, what: str) -> None:
-    """Raises BadRow if a value has NaN or infinity: Python reads and writes them, but no server takes them."""
-    try:
-        json.dumps(value, allow_nan=False)
-    except ValueError:
-        raise BadRow(f"{what} hold NaN or Infinity, which is not JSON; null says that there is no value") from None
-    except TypeError:  # a time of Arrow's: the template says so
-        return
 
 
 def number_calls(messages: list[Fields], anew: bool = False) -> list[Fields]:

@@ -24,21 +24,20 @@ KINDS = (*LINES, ".json", ".csv", ".tsv", *TEXTS, *COLUMNS)
 PACKINGS = (".gz", ".bz2", ".xz", ".zst")
 DAMAGES = (gzip.BadGzipFile, EOFError, zlib.error, lzma.LZMAError, OSError)  # OSError with an errno is none
 STDIN = "standard input"
-_SIGNS = (  # first bytes, what they begin, the suffix under which it is read, else what to do
-    (b"\x1f\x8b", "gzip", ".gz"),
-    (b"BZh", "bzip2", ".bz2"),
-    (b"\xfd7zXZ", "xz", ".xz"),
-    (b"\x28\xb5\x2f\xfd", "Zstandard", ".zst"),
-    (b"PAR1", "Parquet", ".parquet"),
-    (b"ARROW1", "Arrow", ".arrow"),
-    (b"PK\x03\x04", "a zip archive", "Unpack it: unzip"),
-    (b"\x04\x22\x4d\x18", "LZ4", "Unpack it: lz4 -d"),
-    (b"GGUF", "a model in GGUF", "Name a file of rows, not"),
-    (b"version https://git-lfs", "a pointer of Git LFS", "Get what it stands for: git lfs pull -I"),
-    (b"\xff\xfe", "UTF-16", "Convert it: iconv -f UTF-16 -t UTF-8"),
-    (b"\xfe\xff", "UTF-16", "Convert it: iconv -f UTF-16 -t UTF-8"),
+_SIGNS = (  # first bytes, what they begin, the suffix under which it is read, a command that makes what can be read
+    (b"\x1f\x8b", "gzip", ".gz", "zcat"),
+    (b"BZh", "bzip2", ".bz2", "bzcat"),
+    (b"\xfd7zXZ", "xz", ".xz", "xzcat"),
+    (b"\x28\xb5\x2f\xfd", "Zstandard", ".zst", "zstdcat"),
+    (b"PAR1", "Parquet", ".parquet", ""),
+    (b"ARROW1", "Arrow", ".arrow", ""),
+    (b"PK\x03\x04", "a zip archive", "", "unzip"),
+    (b"\x04\x22\x4d\x18", "LZ4", "", "lz4 -d"),
+    (b"GGUF", "a model in GGUF", "", ""),
+    (b"version https://git-lfs", "a pointer of Git LFS", "", "git lfs pull -I"),
+    (b"\xff\xfe", "UTF-16", "", "iconv -f UTF-16 -t UTF-8"),
+    (b"\xfe\xff", "UTF-16", "", "iconv -f UTF-16 -t UTF-8"),
 )
-_UNPACK = {".gz": "zcat", ".bz2": "bzcat", ".xz": "xzcat", ".zst": "zstdcat"}
 _PART = 1 << 16  # bytes read at once
 _NAMES = {"messages", "conversations", "text", "prompt", "completion", "instruction", "output", "input_ids", "chosen"}
 SEPARATOR = "<|endoftext|>"  # ends a document of running text, whatever the tokenizer
@@ -92,77 +91,53 @@ def check_file(path: Path, piped: bool = False) -> None:
     """Raises InputError if a file cannot be opened, is empty, or is not what its name says. `piped`: what standard
     input held is there.
     """
-    kind = file_kind(path)
     if path.exists() and not path.is_file():
         raise InputError(f"{path} is not a regular file. Pipe it into standard input: --data -.")
-    if kind not in KINDS and path.exists() and not piped:  # opening says that it does not
+    if file_kind(path) not in KINDS and path.exists() and not piped:  # opening says that it does not
         raise InputError(f"{path}: unknown kind of data. Expected {', '.join(KINDS)}, or {', '.join(PACKINGS)} of one.")
     try:
         with path.open("rb") as file:
             line = file.readline(1 << 20)
     except OSError as error:
         raise InputError(f"{path}: {error.strerror}. Correct the path.") from None
-    name = STDIN if piped else str(path)
+    name, suffix = STDIN if piped else str(path), path.suffix.lower()
     if not line:
         raise InputError(f"{name} is empty. Name another file with --data.")
-    for sign, what, way in _SIGNS:
-        if line.startswith(sign) and (piped or path.suffix.lower() != way):
-            raise InputError(f"{name} is {what}. {_way_out(path, way, piped)}.")
-    if piped or path.suffix.lower() in (*TEXTS, ".csv", ".tsv"):
-        _check_text(path, name, line, piped)
-    elif line.lstrip(_BOM + _SPACE)[:15].lower().startswith((b"<!doctype html", b"<html")):
-        raise InputError(f"{path} is a web page, not data. Download the file: its address has /resolve/, not /blob/.")
-
-
-def _way_out(path: Path, way: str, piped: bool) -> str:
-    if piped:
-        return f"Unpack it on the way: {_UNPACK[way]} FILE | trireme …" if way in _UNPACK else "Name a file"
-    if way.startswith("."):
-        return (
-            f"Rename it: mv {quoted(path)} {quoted(path.with_name((path.stem if way in COLUMNS else path.name) + way))}"
-        )
-    return f"{way} {quoted(path)}"
-
-
-def _check_text(path: Path, name: str, line: bytes, piped: bool) -> None:
-    """Raises InputError where a text or a table, whose first line this is, holds rows of JSON, or standard input a
-    table or no text.
-    """
+    for sign, what, ending, command in _SIGNS:
+        if line.startswith(sign) and (piped or suffix != ending):
+            way_out = "Name a file of rows"
+            if ending and not piped:
+                way_out = f"Rename it, so that it ends in {ending}"
+            elif command:
+                way_out = f"Convert it first: {command} {'FILE | trireme …' if piped else quoted(path)}"
+            raise InputError(f"{name} is {what}. {way_out}.")
     text = line.decode("utf-8", "replace").strip("\ufeff \t\r\n")
-    if not piped and re.match(r'\[?\s*\{\s*"', text) and _NAMES & {*re.findall(r'"(\w+)"\s*:', text)}:
-        renamed = f"mv {quoted(path)} {quoted(path.with_suffix('.jsonl'))}"
-        raise InputError(f"{path} holds rows of JSON, not what its name says. Rename it: {renamed}.")
+    if text[:15].lower().startswith(("<!doctype html", "<html")) and suffix not in TEXTS:
+        raise InputError(f"{path} is a web page, not data. Download the file: its address has /resolve/, not /blob/.")
+    is_json = re.match(r'\[?\s*\{\s*"', text) and _NAMES & {*re.findall(r'"(\w+)"\s*:', text)}
+    if is_json and not piped and suffix in (*TEXTS, ".csv", ".tsv"):
+        raise InputError(f"{path} holds rows of JSON. Rename it, so that it ends in .jsonl.")
     cells = [cell.strip('"') for cell in re.split(r"[,;\t]", text)]
-    if piped and len(cells) > 1 and _NAMES & {*cells}:
-        raise InputError(f"{name} looks like a table, and is read as JSON lines or text. Name the file: x.csv.")
-    if piped and "\0" in text:
-        raise InputError(f"{name} holds NUL bytes, so it is no UTF-8 text. Name a file.")
+    if piped and ("\0" in text or (len(cells) > 1 and _NAMES & {*cells})):
+        what = "holds NUL bytes" if "\0" in text else "looks like a table"
+        raise InputError(f"{name} {what}, and is read as JSON lines or as text in UTF-8. Name the file.")
 
 
 def unpacked(path: Path, raw: BinaryIO) -> BinaryIO:
     """The bytes of a file. Raises InputError if a package for it is not installed; reading raises DAMAGES."""
     packing = path.suffix.lower()
-    if packing == ".gz":
-        return cast(BinaryIO, gzip.open(raw))
-    if packing == ".bz2":
-        return io.BufferedReader(_Streams(raw, bz2.BZ2Decompressor), _PART)
-    if packing == ".xz":
-        return io.BufferedReader(_Streams(raw, lzma.LZMADecompressor), _PART)
-    if packing != ".zst":
-        return raw
-    try:
-        import pyarrow
-    except ImportError:
-        raise InputError(
-            f"{path}: .zst needs pyarrow. Install it: pip install pyarrow. Or unpack it: zstd -d."
-        ) from None
-    return io.BufferedReader(pyarrow.CompressedInputStream(raw, "zstd"), _PART)
+    decoders: dict[str, Any] = {".bz2": bz2.BZ2Decompressor, ".xz": lzma.LZMADecompressor}
+    if packing in decoders:
+        return io.BufferedReader(_Streams(raw, decoders[packing]), _PART)
+    if packing == ".zst":
+        return io.BufferedReader(import_pyarrow(path).CompressedInputStream(raw, "zstd"), _PART)
+    return cast(BinaryIO, gzip.open(raw)) if packing == ".gz" else raw
 
 
 class _Streams(io.RawIOBase):
-    """All compressed streams of a file, with zeros between them, after which Python's own readers end in silence."""
+    """All compressed streams of a file. Python's own readers end in silence at zeros or damage behind the first."""
 
-    def __init__(self, raw: BinaryIO, make: Callable[[], bz2.BZ2Decompressor | lzma.LZMADecompressor]):
+    def __init__(self, raw: BinaryIO, make: Callable[[], Any]):
         self._raw, self._make, self._decoder = raw, make, make()
 
     def readable(self) -> bool:
@@ -170,21 +145,32 @@ class _Streams(io.RawIOBase):
 
     def readinto(self, buffer: Any) -> int:
         """Raises OSError, EOFError or lzma.LZMAError if the file is damaged."""
-        while True:
+        part = b""
+        while not part:
+            block = self._raw.read(_PART) if self._decoder.needs_input and not self._decoder.eof else b""
             if self._decoder.eof:
                 block = self._decoder.unused_data.lstrip(b"\0")
-                while not block and (part := self._raw.read(_PART)):
-                    block = part.lstrip(b"\0")
+                while not block and (padding := self._raw.read(_PART)):
+                    block = padding.lstrip(b"\0")
                 if not block:
                     return 0
                 self._decoder = self._make()
-            else:
-                block = self._raw.read(_PART) if self._decoder.needs_input else b""
-                if self._decoder.needs_input and not block:
-                    raise EOFError("it ends within a stream")
-            if part := self._decoder.decompress(block, len(buffer)):
-                buffer[: len(part)] = part
-                return len(part)
+            elif self._decoder.needs_input and not block:
+                raise EOFError("it ends within a stream")
+            part = self._decoder.decompress(block, len(buffer))
+        buffer[: len(part)] = part
+        return len(part)
+
+
+def import_pyarrow(path: Path) -> Any:
+    """The package that reads a file. Raises InputError if it is not installed."""
+    try:
+        import pyarrow
+        import pyarrow.ipc
+        import pyarrow.parquet
+    except ImportError:
+        raise InputError(f"{path}: {path.suffix} needs pyarrow. Install it: pip install pyarrow.") from None
+    return pyarrow
 
 
 # ---------------------------------------------------------------- JSON
@@ -198,7 +184,7 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> Fields:
     return value
 
 
-_DECODER = json.JSONDecoder(object_pairs_hook=_no_duplicates)
+_DECODER = json.JSONDecoder(object_pairs_hook=_no_duplicates, parse_constant=lambda _: None)  # NaN, Infinity: null
 
 
 def json_of(text: str) -> Any:

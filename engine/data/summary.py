@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -18,40 +19,28 @@ SHOWN = 2000  # characters, and tokens, of an example
 LISTED = 12  # files
 WARNING = "warning: "  # begins notes of what is likely wrong
 DROPPED = 20  # characters a token; beyond, a tokenizer drops text
-AS_CHAT = {  # forms of joined texts: columns by which they are read as question and answer
-    "prompt,completion": ("instruction=prompt", "output=completion"),
-    "prompt,completion,label": ("instruction=prompt", "output=completion"),
-    "prompt,chosen,rejected": ("instruction=prompt",),
-}
 
 
-@dataclass(frozen=True)
-class FileReport:
+class FileReport(NamedTuple):
     name: str
+    weight: float
     rows: int  # good and bad
     bad: int
     first_bad: str
     forms: Mapping[str, int]  # rows of each
-    weight: float
-    unused: tuple[str, ...] = ()  # keys
+    unused: Sequence[str]  # keys
 
     @classmethod
     def of(cls, name: str, weight: float, file: TokenFile) -> FileReport:
-        m = file.meta
-        return cls(name, m["rows"], m["bad"], m["first_bad"], m["forms"], weight, tuple(m["unused"]))
+        return cls(name, weight, *(file.meta[key] for key in cls._fields[2:]))
 
     def __str__(self) -> str:
-        same = " (the same rows in every epoch)" if self.weight % 1 else ""
-        weight = "" if self.weight == 1 else f", weight {self.weight:g}{same}"
+        forms = "; ".join(f"{name}: {count(rows, 'row')}" for name, rows in self.forms.items())
+        form = f"formats {forms}" if len(self.forms) > 1 else f'format "{next(iter(self.forms))}"'
+        weight = "" if self.weight == 1 else f", weight {self.weight:g}"
         bad = f", {self.bad:,} bad dropped (first: {self.first_bad})" if self.bad else ""
         unused = f"; not used: {', '.join(self.unused)}" if self.unused else ""
-        several = "; ".join(f"{name}: {count(rows, 'row')}" for name, rows in self.forms.items())
-        form = f"in several formats ({several})" if self.mixed else f'format "{next(iter(self.forms))}"'
         return f"{self.name}: {count(self.rows, 'row')}, {form}{weight}{bad}{unused}"
-
-    @property
-    def mixed(self) -> bool:
-        return len(self.forms) > 1
 
 
 class Counts(NamedTuple):
@@ -69,10 +58,8 @@ class Counts(NamedTuple):
     def of(cls, rows: np.ndarray) -> Counts:
         """Counts rows, (n, documents of a row) DOCUMENT, n > 0."""
         p50, p99 = np.percentile(rows["length"], [50, 99]).tolist()
-        tokens, trained = int(rows["length"].sum()), int(rows["trained"].sum())
-        return cls(
-            len(rows), tokens, trained, p50, p99, int(rows["length"].max()), int((rows["weight"][:, 0] < 0).sum())
-        )
+        tokens, trained, longest = int(rows["length"].sum()), int(rows["trained"].sum()), int(rows["length"].max())
+        return cls(len(rows), tokens, trained, p50, p99, longest, int((rows["weight"][:, 0] < 0).sum()))
 
 
 @dataclass(frozen=True)
@@ -91,18 +78,17 @@ class Report:
     def lines(self) -> list[str]:
         """The lines to print."""
         c, o = self.counts, self.options
-        alike = [file for file in self.files if not (file.bad or file.unused)][LISTED:]
-        lines = [str(file) for file in self.files if file not in alike]
-        lines += [f"{len(alike):,} more files: {count(sum(file.rows for file in alike), 'row')}"] if alike else []
-        held = f"{self.held_out} held out; " if self.held_out else ""
-        trained = f", {compact(c.trained)} trained ({percent(c.trained / max(c.tokens, 1))})"
-        lines.append(
-            f"{held}{compact(c.tokens)} tokens{'' if o.scored else trained}; "
-            f"length p50 {c.p50:,.0f}, p99 {c.p99:,.0f}, max {c.longest:,}"
-        )
+        summed = [file for file in self.files if not (file.bad or file.unused)][LISTED:]
+        lines = [str(file) for file in self.files if file not in summed]
+        if summed:
+            lines.append(f"{len(summed):,} more files: {count(sum(file.rows for file in summed), 'row')}")
+        held_out = f"{self.held_out} held out; " if self.held_out else ""
+        trained = "" if o.scored else f", {compact(c.trained)} trained ({percent(c.trained / max(c.tokens, 1))})"
+        length = f"length p50 {c.p50:,.0f}, p99 {c.p99:,.0f}, max {c.longest:,}"
+        lines.append(f"{held_out}{compact(c.tokens)} tokens{trained}; {length}")
         if o.kind == "labels":
             lines.append(f"{c.rows - c.bad:,} good and {c.bad:,} bad answers{self._balance()}")
-        lines += self.losses() or [f"at --seq-len {o.seq_len}: no row is longer"]
+        lines += self.losses()
         packed, single = ("packed into ", "") if o.pack else ("", ", one row each")
         lines.append(
             f"{packed}{count(self.sequences, 'sequence')} of up to {o.room:,} tokens{single}; "
@@ -122,25 +108,18 @@ class Report:
         """Lines on rows that were cut, split or dropped."""
         f, o, lines = self.fitted, self.options, list[str]()
         if f.longer:
-            lost = (
-                ", as it has nothing to learn before it" if f.lost == 1 else ", as they have nothing to learn before it"
-            )
-            counts = ((f.cut, "cut"), (f.split, "split"), (f.dropped, "dropped"), (f.lost, f"dropped{lost}"))
-            done = ", ".join(f"{n:,} {word}" for n, word in counts if n)
-            verb, ways = (
-                "row is" if f.longer == 1 else "rows are",
-                "cut|drop|error" if o.paired else "cut|drop|split|error",
-            )
-            share = percent(min(1.0, f.longer / self.counts.rows))
+            counts = {"cut": f.cut, "split": f.split, "dropped": f.dropped, "dropped with all that they train": f.lost}
+            what = ", ".join(f"{n:,} {word}" for word, n in counts.items() if n)
+            ways = "cut|drop|error" if o.paired else "cut|drop|split|error"
             lines.append(
-                f"at --seq-len {o.seq_len}: {f.longer:,} {verb} longer ({share}): {done}; "
+                f"at --seq-len {o.seq_len}: longer {count(f.longer, 'row')} "
+                f"({percent(min(1.0, f.longer / self.counts.rows))}): {what}; "
                 f"--seq-len {f.longest} keeps all   (--long {ways})"
             )
         if f.unlearnable:
             lines.append(f"{count(f.unlearnable, 'row')} dropped: nothing in them is trained")
         if f.alike and o.kind in ("pairs", "rewards"):
-            have = "has" if f.alike == 1 else "have"
-            lines.append(f"{count(f.alike, 'pair')} {have} two equal answers, so neither is preferred")
+            lines.append(f"{count(f.alike, 'pair')} with equal answers, so neither is preferred")
         return lines
 
 
@@ -148,65 +127,65 @@ def notes_on(
     files: Sequence[TokenFile], codec: Codec | None, renames: Mapping[str, str], options: DataOptions
 ) -> list[str]:
     """Notes about the files, the tokenizer and the template. `renames`: those of --map."""
-    total = lambda name: sum(file.meta["counts"][name] for file in files)
-    forms = {form: None for file in files for form in file.meta["forms"]}
-    chats, tokens, notes = total("chats"), sum(int(file.offsets[-1]) for file in files), list[str]()
-    asked = {"--system": options.system, "--chat-template-kwargs": options.variables}
+    n = Counter[str]()
+    for file in files:
+        n.update(file.meta["counts"])
+    tokens, notes = sum(int(file.offsets[-1]) for file in files), list[str]()
     if not all(file.meta["counts"]["chats"] for file in files):
-        notes += [f"{flag} is for conversations, and not used in other rows" for flag, value in asked.items() if value]
-    sizes = np.abs(np.concatenate([file.weights for file in files]))
-    if (sizes != 1).any():
-        notes.append(f"rows count by their column 'weight', {sizes.min():g} to {sizes.max():g}")
+        flags = {"--system": options.system, "--chat-template-kwargs": options.variables}
+        notes += [f"{flag} is for conversations, and not used in other rows" for flag, value in flags.items() if value]
+    weights = np.abs(np.concatenate([file.weights for file in files]))
+    if (weights != 1).any():
+        notes.append(f"rows count by their column 'weight', {weights.min():g} to {weights.max():g}")
     if any(file.meta["rows"] == options.max_samples for file in files):
         notes.append(f"--max-samples {options.max_samples:,}: no more rows of a file are read")
     if codec is None:
         return notes
-    facts, talks = codec.facts, codec.facts.template and chats
+    facts, talks = codec.facts, codec.facts.template and n["chats"]
     notes += facts.notes
-    if not options.scored:  # a score head says nothing, so what teaches a model to stop does not matter
-        notes += (facts.tool_notes if total("tools") == chats else facts.template_notes) if talks else ()
-        notes += _notes_on_masks(total)
-    if unknown := total("unknown"):
-        share = percent(unknown / tokens)
+    if n["unknown"]:
+        share = percent(n["unknown"] / tokens)
         notes.append(f"{share} of the tokens are {facts.unknown}: the tokenizer has none for this text")
-    if total("characters") > DROPPED * tokens:
-        made = f"{compact(total('characters'))} characters become {count(tokens, 'token')}"
-        notes.append(f"{made}: the tokenizer drops what it does not know. Is it the one for this text?")
-    joined = [form for form in forms if form in AS_CHAT] if total("spaced") or not chats else []
-    if facts.template and joined and not options.scored:
+    if n["characters"] > DROPPED * tokens:
+        characters = f"{compact(n['characters'])} characters become {count(tokens, 'token')}"
+        notes.append(f"{characters}: the tokenizer drops what it does not know. Is it the one for this text?")
+    if options.scored:  # a score head says nothing, so what teaches a model to stop does not matter
+        return notes
+    if talks:
+        notes += facts.tool_notes if n["tools"] == n["chats"] else facts.template_notes
+    forms = {form: None for file in files for form in file.meta["forms"]}
+    joined = [form for form in forms if form.startswith("prompt,")] if n["spaced"] or not n["chats"] else []
+    if facts.template and joined:
+        columns = {"prompt": "instruction"} | ({"completion": "output"} if "completion" in joined[0] else {})
         theirs = {ours: name for name, ours in renames.items()}
-        pairs = (pair.partition("=") for pair in AS_CHAT[joined[0]])
-        names = ",".join(f"{ours}={theirs.get(name, name)}" for ours, _, name in pairs)
-        answer = "answers" if "chosen" in joined[0] else "completion"
-        notes.append(
-            f"{WARNING}prompt and {answer} are joined as they are, without the chat template; "
-            f"as question and answer, with it: --map {names}"
-        )
-    if facts.eos is None and not options.scored and not (talks and facts.template) and {*forms} - {"input_ids"}:
+        names = ",".join(f"{other}={theirs.get(ours, ours)}" for ours, other in columns.items())
+        what = "prompt and answer are joined as they are, without the chat template"
+        notes.append(f"{WARNING}{what}; as question and answer, with it: --map {names}")
+    if facts.eos is None and not talks and {*forms} - {"input_ids"}:
         notes.append("the tokenizer has no end token, so where a text ends is not learned")
-    return notes
+    return notes + _notes_on_masks(n)
 
 
-def _notes_on_masks(of: Callable[[str], int]) -> list[str]:
+def _notes_on_masks(n: Mapping[str, int]) -> list[str]:
     """Notes on what is trained and may not be meant, or is not trained."""
     notes = list[str]()
-    if lost := of("unwritten"):
-        share, beside = percent(lost / of("said")), of("beside") == lost
-        what = "what the assistant says beside tool calls" if beside else "what the assistant says"
-        keep = "--chat-template FILE that writes it" + ("" if beside else " (as message.reasoning_content)")
-        notes.append(f"the chat template leaves out {share} of {what}, which is not trained: to train it too, {keep}")
-    if early := of("early"):
-        ends = "an end token inside the trained text: the model learns to stop there"
-        notes.append(f"{count(early, 'row')} with {ends}")
-    if thoughtless := of("thoughtless"):
-        kwargs = "--chat-template-kwargs '{\"enable_thinking\": false}'"
-        notes.append(
-            f"an empty thought (<think></think>) is trained at the beginning of {count(thoughtless, 'answer')}; if the "
-            f"template reads it, {kwargs} makes it context"
+    if n["unwritten"]:
+        beside = n["beside"] == n["unwritten"]
+        what = (
+            f"{percent(n['unwritten'] / n['said'])} of what the assistant says{' beside tool calls' if beside else ''}"
         )
-    if spaced := of("spaced"):
+        keep = "--chat-template FILE that writes it" + ("" if beside else " (as message.reasoning_content)")
+        notes.append(f"the chat template leaves out {what}, which is not trained: to train it too, {keep}")
+    if n["early"]:
+        where = f"{count(n['early'], 'row')} with an end token inside the trained text"
+        notes.append(f"{where}: the model learns to stop there")
+    if n["thoughtless"]:
+        where = f"at the beginning of {count(n['thoughtless'], 'answer')}"
+        kwargs = "--chat-template-kwargs '{\"enable_thinking\": false}'"
+        notes.append(f"an empty thought is trained {where}; if the template reads it, {kwargs} makes it context")
+    if n["spaced"]:
         notes.append(
-            f"the space at the end of {count(spaced, 'prompt')} becomes part of the answer's first token, which "
+            f"the space at the end of {count(n['spaced'], 'prompt')} becomes part of the answer's first token, which "
             "servers do not see so: move it to the answer"
         )
     return notes

@@ -14,7 +14,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from trireme.engine.data.read import COLUMNS, PACKINGS, ROW, TOO_LARGE, BadRow, Row, file_kind, json_of
+from trireme.engine.data.read import COLUMNS, PACKINGS, ROW, TOO_LARGE, BadRow, Row, file_kind, import_pyarrow, json_of
 from trireme.models.config import InputError
 
 _BATCH = 256  # rows that are made at once
@@ -77,7 +77,7 @@ def column_rows(path: Path, file: BinaryIO, arrow: bool) -> Iterator[Row]:
     """Yields rows of Parquet or, with `arrow`, of Arrow's files and streams. Both are read in any order, so a packed
     file is unpacked first, into a temporary one.
     """
-    pyarrow, number = _pyarrow(path), 0
+    pyarrow, number = import_pyarrow(path), 0
     if not file.seekable():
         packed, file = file, cast(BinaryIO, tempfile.TemporaryFile())  # noqa: SIM115, closed with the generator
         shutil.copyfileobj(packed, file)
@@ -104,16 +104,6 @@ def column_rows(path: Path, file: BinaryIO, arrow: bool) -> Iterator[Row]:
         raise InputError(f"{path} is not {kind} that can be read: {what}.") from None
 
 
-def _pyarrow(path: Path) -> Any:
-    try:
-        import pyarrow
-        import pyarrow.ipc
-        import pyarrow.parquet
-    except ImportError:
-        raise InputError(f"{path}: {path.suffix} needs pyarrow. Install it: pip install pyarrow.") from None
-    return pyarrow
-
-
 def _opened(pyarrow: Any, file: BinaryIO, arrow: bool) -> tuple[Any, Any]:
     """(schema, function from the columns to read to batches) of a Parquet file, an Arrow file, or a stream, as the
     datasets library writes it.
@@ -135,7 +125,7 @@ def class_names(path: Path, column: str) -> tuple[str, ...]:
     """The names of a column's classes, if the datasets library has written them (its ClassLabel); else ()."""
     if file_kind(path) not in COLUMNS or path.suffix.lower() in PACKINGS:
         return ()
-    pyarrow = _pyarrow(path)
+    pyarrow = import_pyarrow(path)
     with suppress(pyarrow.ArrowException, OSError, ValueError, TypeError, KeyError, RecursionError):
         with path.open("rb") as file:
             schema, _ = _opened(pyarrow, file, file_kind(path) == ".arrow")

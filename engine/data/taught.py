@@ -6,27 +6,28 @@ The command that scores describes the files. They are mapped; rows are read with
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from trireme.engine.data.tokens import TokenFile
 from trireme.models.config import InputError
-from trireme.storage.headers import CheckpointError, Header, read_header
+from trireme.storage.headers import CheckpointError, read_header
 from trireme.storage.untrusted import checksum, complaint, parse_json, read_small, why
+
+if TYPE_CHECKING:
+    from trireme.engine.data.dataset import Dataset
 
 FORMAT = "trireme scores 2"
 NAMES = "scores.json"
-SAID = {"format": str, "model": str, "tokenizer": str, "top_k": int, "sources": list}
-SOURCE = {"data": str, "folder": str, "files": dict}
-DTYPES = {"I32": np.int32, "F16": np.float16, "F32": np.float32, "I64": np.int64, "F64": np.float64}
-TABLES = ("document", "start", "length", "trained")
-NEAR = 0.02  # that shares may miss 1 by
-BITS = 48  # of a place in a file
-PLACE = 16  # bytes
+PLACE = 16  # bytes of RAM for a piece
+_SOURCE = {"data": str, "folder": str, "files": {str: int}}  # documents of each file of tokens, by its key
+_SHAPE = {"format": str, "model": str, "tokenizer": str, "top_k": int, "sources": [_SOURCE]}
+_DTYPES = {"I32": np.int32, "F16": np.float16, "F32": np.float32, "I64": np.int64, "F64": np.float64}
+_BITS = 48  # of a place in a file
 
 
 class Taught(NamedTuple):
@@ -45,7 +46,7 @@ class Names:
     model: str
     tokenizer: str  # vocabulary, as of Codec
     k: int
-    sources: tuple[dict[str, Any], ...]  # as SOURCE; files: documents of each file of tokens, by its key
+    sources: tuple[dict[str, Any], ...]  # as _SOURCE
 
 
 def is_scores(path: str | Path) -> bool:
@@ -57,65 +58,26 @@ def read_names(folder: str | Path) -> Names:
     """Reads scores.json. Raises InputError if the scores cannot teach."""
     path = Path(folder) / NAMES
     try:
-        said = parse_json(read_small(path), "file")
+        content = parse_json(read_small(path), "file")
     except (OSError, ValueError) as error:
         raise InputError(f"{path} cannot be read: {why(error)}.") from None
-    if said.get("format") == "trireme scores 1":
-        raise InputError(f"{path} is of an older version, which did not write the tokenizer. Score the data again.")
-    wrong = complaint(said, SAID) or next((w for each in said["sources"] if (w := complaint(each, SOURCE))), "")
-    if not wrong and any(type(n) is not int or n < 0 for each in said["sources"] for n in each["files"].values()):
-        wrong = ".files has no numbers of documents"
-    if not wrong and said["format"] != FORMAT:
-        wrong = f".format is not {FORMAT!r}"
-    if wrong:
-        raise InputError(f"{path}: its content{wrong}. Score the data again.")
-    if said["top_k"] < 1:
+    wrong = complaint(content, _SHAPE)
+    if wrong or content["format"] != FORMAT:
+        raise InputError(f"{path}: its content{wrong or f'.format is not {FORMAT!r}'}. Score the data again.")
+    if not content["top_k"]:
         raise InputError(f"{folder} has no top-k tokens, which distillation needs. Score the data with --top-k 64.")
-    return Names(Path(folder), said["model"], said["tokenizer"], said["top_k"], tuple(said["sources"]))
+    return Names(Path(folder), content["model"], content["tokenizer"], content["top_k"], tuple(content["sources"]))
 
 
 # ---------------------------------------------------------------- files
 
 
-@dataclass(frozen=True)
-class Part:
+class _Part(NamedTuple):
     """A file of scores, mapped."""
 
     path: Path
-    header: Header
-
-    @classmethod
-    def open(cls, path: Path, k: int) -> Part:
-        """Opens a file. Raises InputError."""
-        try:
-            header = read_header(path)
-        except CheckpointError as error:
-            raise InputError(f"{path} cannot be read ({error}). Score the data again.") from None
-        result = {t.name: (t.dtype, *t.shape) for t in header.layout.tensors}
-        n, m = (result.get(name, ("", 0))[1] for name in ("document", "label"))
-        wanted: dict[str, tuple[Any, ...]] = dict.fromkeys(TABLES, ("I64", n))
-        wanted |= {"label": ("I32", m), "rest": ("F32", m), "ids": ("I32", m, k), "logps": ("F16", m, k)}
-        if any(result.get(name) != form for name, form in wanted.items()) or not {f[0] for f in result.values()} <= {
-            *DTYPES
-        }:
-            raise InputError(f"{path} is not a file of scores with {k} tokens per label. Score the data again.")
-        return cls(path, header)
-
-    @property
-    def key(self) -> str:
-        return self.header.metadata.get("key", "")
-
-    def check(self) -> None:
-        """Raises InputError if the content is not what was written."""
-        tables = {t.name: self.table(t.name) for t in self.header.layout.tensors}
-        if part_sum(self.header.metadata, tables) != self.header.metadata.get("sum"):
-            raise InputError(f"{self.path} is damaged: it does not have its checksum. Score the data again.")
-
-    def table(self, name: str) -> np.ndarray:
-        t = next(t for t in self.header.layout.tensors if t.name == name)
-        if not t.nbytes:
-            return np.zeros(t.shape, DTYPES[t.dtype])
-        return np.memmap(self.path, DTYPES[t.dtype], "r", self.header.data + t.offset, t.shape)
+    key: str  # of what it is of
+    tables: dict[str, np.ndarray]
 
 
 def part_sum(metadata: Mapping[str, str], tables: Mapping[str, np.ndarray]) -> str:
@@ -125,15 +87,40 @@ def part_sum(metadata: Mapping[str, str], tables: Mapping[str, np.ndarray]) -> s
     return checksum([json.dumps(named).encode(), *(tables[name].reshape(-1).view(np.uint8).data for name in form)])
 
 
-def parts_of(folder: Path, k: int) -> list[Part]:
+def _parts(folder: Path, k: int, vocab: int) -> list[_Part]:
     """The files of a source. Raises InputError."""
-    result = list[Part]()
+    result = list[_Part]()
     while (path := folder / f"part-{len(result):05}.safetensors").is_file():
-        result.append(Part.open(path, k))
-        result[-1].check()
+        result.append(_read_part(path, k, vocab))
     if len({part.key for part in result}) > 1:
         raise InputError(f"{folder} holds parts of several models or data sets. Score the data again.")
     return result
+
+
+def _read_part(path: Path, k: int, vocab: int) -> _Part:
+    """Maps a file. Raises InputError if it is not what was written, or has other tokens than the model."""
+    try:
+        header = read_header(path)
+    except CheckpointError as error:
+        raise InputError(f"{path} cannot be read ({error}). Score the data again.") from None
+    tables = {
+        t.name: np.memmap(path, _DTYPES[t.dtype], "r", header.data + t.offset, t.shape)
+        if t.nbytes
+        else np.zeros(t.shape, _DTYPES[t.dtype])
+        for t in header.layout.tensors
+        if t.dtype in _DTYPES
+    }
+    form = {name: (table.dtype, table.shape) for name, table in tables.items()}
+    n, m = (form.get(name, ("", (0,)))[1][0] for name in ("document", "label"))
+    expected: dict[str, Any] = dict.fromkeys(("document", "start", "trained"), (np.int64, (n,)))
+    expected |= {"label": (np.int32, (m,)), "ids": (np.int32, (m, k)), "logps": (np.float16, (m, k))}
+    if not (expected | {"rest": (np.float32, (m,))}).items() <= form.items():
+        raise InputError(f"{path} is not a file of scores with {k} tokens per label. Score the data again.")
+    if part_sum(header.metadata, tables) != header.metadata.get("sum") or tables["trained"].sum() != m:
+        raise InputError(f"{path} is damaged: it does not have its checksum. Score the data again.")
+    if m and not 0 <= tables["ids"].min() <= tables["ids"].max() < vocab:
+        raise InputError(f"{path} has token id {tables['ids'].max()}, the model's vocabulary is {vocab}.")
+    return _Part(path, header.metadata.get("key", ""), tables)
 
 
 # ---------------------------------------------------------------- rows of a run
@@ -143,40 +130,17 @@ def parts_of(folder: Path, k: int) -> list[Part]:
 class Teacher:
     """The teacher's rows for the pieces of a data set. RAM holds PLACE bytes for each piece."""
 
-    parts: tuple[tuple[Path, np.ndarray, np.ndarray, np.ndarray], ...]  # as Taught, mapped
+    parts: tuple[Taught, ...]  # mapped
     part: np.ndarray  # (pieces,) int32
     first: np.ndarray  # (pieces,) int64: row of its first label
     count: np.ndarray  # (pieces,) int32: labels
-    vocab: int
     key: str  # of what the scores are of
 
     def of(self, pieces: np.ndarray) -> Taught:
-        """The teacher's output for these pieces' labels, one after another. Raises InputError if the files have
-        changed.
-        """
-        result = [Taught(*(t[a : a + n] for t in self.parts[p][1:])) for p, a, n in self._places(pieces)]
-        ids, logps, rest = (np.concatenate(tables) for tables in zip(*result, strict=True))
-        shares = np.exp(logps.astype(np.float32)).sum(1) + np.exp(rest)
-        apart = (np.diff(np.sort(ids, 1), axis=1) > 0).all()
-        if len(ids) and not (apart and ids.min() >= 0 and ids.max() < self.vocab and (abs(shares - 1) < NEAR).all()):
-            paths = sorted({str(self.parts[p][0]) for p, *_ in self._places(pieces)})
-            raise InputError(
-                f"{paths[0]} is damaged: the probabilities of a token are not a distribution. Score the data again."
-            )
-        return Taught(ids, logps, rest)
-
-    def _places(self, pieces: np.ndarray) -> list[tuple[int, int, int]]:
-        return list(zip(*(table[pieces].tolist() for table in (self.part, self.first, self.count)), strict=True))
-
-
-class Scored(Protocol):
-    """A Dataset, which scores are looked up for."""
-
-    @property
-    def files(self) -> Sequence[TokenFile]: ...
-    @property
-    def pieces(self) -> np.ndarray: ...  # (pieces,) PIECE
-    def labels(self) -> Iterable[np.ndarray]: ...  # of each piece, int32
+        """The teacher's output for these pieces' labels, one after another."""
+        places = zip(*(table[pieces].tolist() for table in (self.part, self.first, self.count)), strict=True)
+        rows = [[table[first : first + n] for table in self.parts[part]] for part, first, n in places]
+        return Taught(*(np.concatenate(tables) for tables in zip(*rows, strict=True)))
 
 
 def places_of(files: Sequence[TokenFile], pieces: np.ndarray) -> np.ndarray:
@@ -190,51 +154,38 @@ def places_of(files: Sequence[TokenFile], pieces: np.ndarray) -> np.ndarray:
     return result
 
 
-def taught_by(names: Names, data: Scored, vocab: int) -> Teacher:
+def taught_by(names: Names, data: Dataset, vocab: int) -> Teacher:
     """The teacher's rows for each piece: those of the scored piece that begins at the same token. Raises InputError."""
-    known = {file.meta["key"]: i for i, file in reversed(list(enumerate(data.files)))}
-    parts, places, rows = list[Part](), [np.zeros(0, np.int64)], [np.zeros((0, 3), np.int64)]
+    keys = [file.meta["key"] for file in data.files]
+    for file, key in zip(data.files, keys, strict=True):
+        if not any(key in source["files"] for source in names.sources):
+            raise InputError(
+                f"{names.folder} has no scores of {file.meta['name']}, as this run reads it: with this tokenizer, "
+                f"chat template and columns. Score it so, with --top-k {names.k}."
+            )
+    parts, places, rows = list[_Part](), [np.zeros(0, np.int64)], [np.zeros((0, 3), np.int64)]
     for source in names.sources:
-        keys, counts = list(source["files"]), list(source["files"].values())
-        first = np.cumsum([0, *counts])
-        for part in parts_of(names.folder / source["folder"], names.k):
-            document, start, _, trained = (np.array(part.table(name)) for name in TABLES)
-            at = np.full(len(document), -1, np.int64)
-            for j, key in enumerate(keys):
-                if key in known and counts[j] == len(data.files[known[key]].offsets) - 1:
-                    mine = (document >= first[j]) & (document < first[j + 1])
-                    offsets = data.files[known[key]].offsets
-                    at[mine] = (known[key] << BITS) + offsets[document[mine] - first[j]] + start[mine]
-            places.append(at)
-            ends = np.cumsum(trained)
-            rows.append(np.stack([np.full(len(at), len(parts)), ends - trained, trained], 1))
-            if (trained < 0).any() or (ends[-1] if len(ends) else 0) != len(part.table("label")):
-                raise InputError(
-                    f"{part.path} is damaged: its labels are not those of its documents. Score them again."
-                )
+        first = [np.full(count, -1) if key not in keys or data.files[keys.index(key)].n_documents != count
+                 else (keys.index(key) << _BITS) + data.files[keys.index(key)].offsets[:-1]
+                 for key, count in source["files"].items()]  # fmt: skip
+        begins = np.concatenate([*first, [-1]])  # of each document; the last one is of no file
+        for part in _parts(names.folder / source["folder"], names.k, vocab):
+            document, trained = part.tables["document"], np.array(part.tables["trained"])
+            begin = begins[np.clip(document, -1, len(begins) - 1)]
+            places.append(np.where(begin < 0, -1, begin + part.tables["start"]))
+            rows.append(np.stack([np.full(len(begin), len(parts)), np.cumsum(trained) - trained, trained], 1))
             parts.append(part)
-    every = {file.meta["key"] for source in names.sources for file in data.files if file.meta["key"] in source["files"]}
-    if missing := [file for file in data.files if file.meta["key"] not in every]:
-        raise InputError(
-            f"{names.folder} has no scores of {missing[0].meta['name']}, as this run reads it: with this tokenizer, "
-            f"chat template and columns. Score it so, with --top-k {names.k}."
-        )
-    return _matched(names, data, vocab, known, parts, np.concatenate(places), np.concatenate(rows))
+    return _matched(names, data, keys, parts, np.concatenate(places), np.concatenate(rows))
 
 
 def _matched(
-    names: Names,
-    data: Scored,
-    vocab: int,
-    known: dict[str, int],
-    parts: list[Part],
-    places: np.ndarray,
-    rows: np.ndarray,
+    names: Names, data: Dataset, keys: list[str], parts: list[_Part], places: np.ndarray, rows: np.ndarray
 ) -> Teacher:
-    """Raises InputError if a piece has no scores, or its labels differ."""
+    """The rows (part, first label, labels) of each piece by its place. Raises InputError if a piece has none, or other
+    labels.
+    """
     order = np.argsort(places, kind="stable")
-    same = np.array([known[file.meta["key"]] for file in data.files], np.int64)
-    wanted = (same[data.pieces["file"]] << BITS) + data.pieces["start"]
+    wanted = (np.array([keys.index(key) for key in keys])[data.pieces["file"]] << _BITS) + data.pieces["start"]
     at = np.searchsorted(places[order], wanted).clip(max=max(0, len(order) - 1))
     there = places[order][at] == wanted if len(order) else np.zeros(len(wanted), bool)
     if not there.all():
@@ -242,15 +193,15 @@ def _matched(
             f"{names.folder} lacks {int((~there).sum()):,} of the data's {len(there):,} documents or parts of them. "
             "Score the same files, all rows, with the same --seq-len and --long; of --val too."
         )
-    result = rows[order][at]
-    counts, tables = np.zeros(len(result), np.int32), [part.table("label") for part in parts]
-    for i, ((part, first, n), labels) in enumerate(zip(result.tolist(), data.labels(), strict=True)):
+    rows = rows[order][at]
+    counts = np.zeros(len(rows), np.int32)
+    for i, ((part, first, n), labels) in enumerate(zip(rows.tolist(), data.labels(), strict=True)):
         counts[i] = len(labels)
-        if len(labels) > n or not np.array_equal(tables[part][first : first + len(labels)], labels):
+        if len(labels) > n or not np.array_equal(parts[part].tables["label"][first : first + len(labels)], labels):
             raise InputError(
                 f"{parts[part].path} has {n} labels of a document that has {len(labels)} here, or others: it was made "
                 "of other data. Score the data again, with a --seq-len that is not smaller."
             )
-    mapped = tuple((p.path, p.table("ids"), p.table("logps"), p.table("rest")) for p in parts)
-    key = "-".join(dict.fromkeys(parts[i].key for i in np.unique(result[:, 0])))
-    return Teacher(mapped, result[:, 0].astype(np.int32), result[:, 1].copy(), counts, vocab, key)
+    mapped = tuple(Taught(part.tables["ids"], part.tables["logps"], part.tables["rest"]) for part in parts)
+    key = "-".join(dict.fromkeys(parts[i].key for i in np.unique(rows[:, 0])))
+    return Teacher(mapped, rows[:, 0].astype(np.int32), rows[:, 1].copy(), counts, key)
