@@ -60,6 +60,7 @@ def test_what_a_change_promises_is_what_a_plan_for_it_reaches():
         assert changes["twice the drives"] == pytest.approx(twice.step.step_s, rel=0.02)
 
 
+@pytest.mark.full
 def test_a_change_for_which_the_drives_have_no_room_is_not_advised():
     f = forecast("gpu=rtx4090,ram=48GiB,ssd=2TB@7/5", files=Files(tokens=10**12))
     full = replace(f, machine=replace(f.machine, ssd=f.disk() + f.machine.reserve - 1))

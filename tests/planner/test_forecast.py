@@ -228,6 +228,7 @@ TIERS = UnitPlan(x="ram"), UnitPlan("ram", "ram", base="ram"), UnitPlan("ssd", "
 MIXED = UnitPlan("ram", "ssd", base="ssd"), UnitPlan("ssd", "ram", x="ssd"), UnitPlan("ram", "ram")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("cfg", [LLAMA, replace(GPT, halves=True), MIXTURE, HYBRID, LORA, FROZEN])
 def test_an_evaluation_moves_and_a_snapshot_writes_what_is_estimated(cfg):
     """From RAM and drives: on a CPU what a GPU has is in RAM. The second time, as what is there already stays."""

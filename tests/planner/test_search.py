@@ -180,6 +180,7 @@ def test_what_is_put_where(cfg, machine, wanted, where):
     assert sum(map(bool, there)) > (len(there) / 2 if what == "saved" else 0)
 
 
+@pytest.mark.full
 def test_adapters_write_nothing_to_the_drive():
     """What RAM does not hold is recomputed, however fast the drive."""
     for host in (150, 200):
@@ -250,6 +251,7 @@ def test_half_blocks_where_whole_ones_do_not_fit():
         of(half // 2)
 
 
+@pytest.mark.full
 def test_packed_experts_are_decoded_in_slices_where_all_do_not_fit():
     """gpt-oss-120b on 8 GB: a layer's experts in bf16 would be nearly all of it. With less they come in slices too."""
     cfg = with_adapters("gpt-oss-120b", "q_proj")
@@ -292,6 +294,7 @@ def test_two_gpus_have_layers_in_turn_and_resumed_runs_their_updates():
     assert on_gpu(one) == on_gpu(choice.plan)
 
 
+@pytest.mark.full
 def test_outputs_go_by_peer_copies_where_gpus_have_access():
     limits, wanted, linked = Limits(300 * MIB, 2000 * MIB, 2), Wanted(((512, 4),), document=256, gpus=2), {}
     for peer in (0.0, 3e11):
@@ -314,6 +317,7 @@ def test_a_gpu_with_free_memory_lends_it():
     assert choice.per_token < by_rule(SMALL, apart, rates, wanted)
 
 
+@pytest.mark.full
 def test_gpus_with_unequal_memory_have_layers_in_proportion():
     limits = Limits(400 * MIB, 700 * MIB, 2, less=(0, 200 * MIB))
     choice = choose(SMALL, limits, RATES, Wanted(((512, 4),), document=256, gpus=2))

@@ -97,6 +97,7 @@ def test_a_header_of_far_too_much_is_refused_before_it_is_parsed(tmp_path, bomb)
     tracemalloc.stop()
 
 
+@pytest.mark.full
 def test_a_header_of_many_tensors_is_read(tmp_path):
     text = json.dumps(
         {f"t{i}": {"dtype": "F32", "shape": [1], "data_offsets": [4 * i, 4 * i + 4]} for i in range(50_000)}
