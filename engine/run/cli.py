@@ -6,21 +6,18 @@ output closed. Torch is imported by the command's own module, so that --help is 
 
 from __future__ import annotations
 
-import argparse
 import difflib
 import errno
-import glob
 import importlib
 import io
 import os
 import platform
-import re
 import shutil
 import signal
 import sys
 import textwrap
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import Field, replace
 from importlib import metadata
@@ -49,8 +46,8 @@ CURES |= dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), " Change its pe
 ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE"}
 if "microsoft" not in platform.release().lower():
     ENVIRONMENT["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
-WORDS = {"train": "", "finetune": "", "sft": "", "chat": "sample", "generate": "sample", "evaluate": "eval",
-         "fuse": "merge", "upload": "push", "infer": "sample", "inference": "sample"}  # fmt: skip
+WORDS = {"train": "", "finetune": "", "sft": "", "chat": "sample", "generate": "sample", "evaluate": "eval"}
+WORDS |= {"fuse": "merge", "upload": "push", "infer": "sample", "inference": "sample"}
 
 
 def command() -> int:
@@ -143,14 +140,9 @@ def _take_gpus(options: Options, at: Place) -> None:
         return
     if options.gpus == "all":
         raise InputError(f"--gpus all: {at.local_hosts} hosts are on this machine. Give --gpus N, the number for each.")
-    n = int(options.gpus)
-    own = range(at.local * n, (at.local + 1) * n)
-    names = visible.split(",") if visible is not None else [str(gpu) for gpu in range(own.stop)]
-    if len(names) < own.stop:
-        raise InputError(
-            f"--gpus {n}: CUDA_VISIBLE_DEVICES shows {len(names)} to {at.local_hosts} hosts of this machine."
-        )
-    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(names[gpu] for gpu in own)
+    first, last = at.local * int(options.gpus), (at.local + 1) * int(options.gpus)
+    names = visible.split(",") if visible is not None else [str(gpu) for gpu in range(last)]
+    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(names[first:last])
 
 
 def _interrupt(_: int) -> None:
@@ -201,147 +193,93 @@ def _give_up_output() -> None:
 # ---------------------------------------------------------------- arguments
 
 
-class Parser(argparse.ArgumentParser):
-    """argparse for names alone: values are parsed as those of YAML and Python."""
-
-    def error(self, message: str) -> NoReturn:
-        said = re.sub(r"^argument (\S+?)(/\S+)?: ", r"\1: ", message)
-        if name := re.fullmatch(r"(--\S+): expected one argument", said):
-            usual = {"--lora": "a rank: --lora 16 is usual"}.get(
-                name[1], f"a value; one that begins with -: {name[1]}=VALUE"
-            )
-            said = f"{name[1]} needs {usual}"
-        raise InputError(f"{said}.")
-
-    def _print_message(self, message: str, file: Any = None) -> None:
-        with suppress(OSError):  # as later Pythons do by themselves
-            super()._print_message(message, file)
-
-
-class Help(argparse.HelpFormatter):
-    """Help in the terminal's width, divided between words."""
-
-    def __init__(self, prog: str):
-        super().__init__(prog, max_help_position=32, width=min(112, shutil.get_terminal_size((113, 24)).columns - 1))
-
-    def _split_lines(self, text: str, width: int) -> list[str]:
-        return textwrap.wrap(" ".join(text.split()), width, break_long_words=False, break_on_hyphens=False)
-
-
 def parse(argv: Sequence[str]) -> tuple[str, Base]:
     """(command, its options); the command "" trains. Raises InputError; exits for --help."""
     word = argv[0] if argv else ""
     if word in COMMANDS:
-        return word, COMMANDS[word].of(_values(COMMANDS[word], argv[1:], word))
-    meant = WORDS.get(word) or next(iter(difflib.get_close_matches(word, COMMANDS, 1, 0.75)), None)
-    if (word in WORDS or meant) and not Path(word).exists():
+        return word, COMMANDS[word].of(_values(word, COMMANDS[word], argv[1:]))
+    if near := difflib.get_close_matches(word, [*WORDS, *COMMANDS], 1, 0.75) if not Path(word).exists() else []:
+        meant = WORDS.get(near[0], near[0])
         way = f"trireme {meant} FOLDER" if meant else "trireme CHECKPOINT --data FILE"
         raise InputError(f"{word} is not a folder here, nor a command. Did you mean {way}?")
-    return "", of_a_run(_values(Options, argv, ""))
+    return "", of_a_run(_values("", Options, argv))
 
 
-def _values(cls: type[Base], argv: Sequence[str], command: str) -> dict[str, Any]:
-    """What is given on the command line, by field."""
-    known = table(cls)
-    argv, foreign = _apart(argv, known) if cls is Options else ([_dashed(word) for word in argv], {})
-    space, rest = _parser(cls, command).parse_known_args(argv)
-    given = {name: value for name, value in vars(space).items() if name in known}
-    if foreign:
-        theirs, lines = aliases.translated(foreign)
-        if twice := theirs.keys() & given.keys():
-            raise InputError(f"{flag(twice.pop())} is given twice, once by another name. Leave one out.")
-        given |= theirs
-        for line in lines:
-            screen.say(line)
-    positional = [name for name in ("folder", "model", "name") if name in known and name not in given]
-    for word in rest:
-        if word.startswith("-"):
-            _refuse(word, known, command)
-        if not positional or (command and positional[0] == "model"):
-            way = "Data is given with --data FILE, patterns in quotes; intervals are written 30min."
-            raise InputError(f"{word} was not expected. {way if not command else f'See trireme {command} --help.'}")
-        given[positional.pop(0)] = word
-    return given
+def _values(command: str, cls: type[Base], argv: Sequence[str]) -> dict[str, Any]:
+    """The values of a command line as texts, by option; those of other trainers' options too."""
+    known, values, foreign, words = table(cls), dict[str, Any](), dict[str, Any](), list(argv)
+    free = [name for name in ("model",) * (not command) + ("folder", "name") if name in known]
+    while words:
+        word = words.pop(0)
+        if word in ("-h", "--help", "--version"):
+            print(_version() if word == "--version" else "\n".join(_help(command, cls)))
+            raise SystemExit(0)
+        name, equals, value = word.lstrip("-").partition("=")
+        name = name.replace("-", "_")
+        takes = not equals and words and not words[0].startswith("--")
+        if not word.startswith("-"):
+            if not free:
+                way = f"See trireme {command} --help" if command else "Data is given with --data FILE, times as 30min"
+                raise InputError(f"{word} was not expected. {way}.")
+            values[free.pop(0)] = word
+        elif name in known and known[name].metadata["parse"] is not bool:
+            if not equals and not takes and name != "resume":
+                way = "a rank: --lora 16 is usual" if name == "lora" else f"a value; one with dashes: {word}=VALUE"
+                raise InputError(f"{word} needs {way}.")
+            value = words.pop(0) if takes else value
+            values[name] = [*values.get(name, []), value] if known[name].metadata["repeat"] else value
+        elif name in known:
+            values[name] = value if equals else True
+        elif not command and aliases.is_known(name.replace("_", "-")):
+            foreign[name] = value if equals else words.pop(0) if takes else True
+        else:
+            _refuse(word, name, known, command)
+    theirs = aliases.translated(foreign) if foreign else {}
+    if twice := theirs.keys() & values.keys():
+        raise InputError(f"{flag(twice.pop())} is given twice, once by another name. Leave one out.")
+    return values | theirs
 
 
-def _refuse(word: str, known: Mapping[str, Any], command: str) -> NoReturn:
+def _refuse(word: str, name: str, known: Mapping[str, Any], command: str) -> NoReturn:
     """Raises InputError for an unknown option, with the nearest known one."""
-    name, names = word.strip("-").partition("=")[0].replace("_", "-"), [name.replace("_", "-") for name in known]
-    near: list[str] = difflib.get_close_matches(name, [*names, *(aliases.FIELD_OF if not command else ())], 1)
-    ours = flag(aliases.FIELD_OF.get(near[0], near[0])) if near else ""
-    begun = [other for other in names if len(name) > 2 and other.startswith(name)]
-    ours = ours or (flag(begun[0]) if len(begun) == 1 else "")
-    way = f"Did you mean {ours}?" if ours else f"See trireme {command} --help.".replace("  ", " ")
+    names = {n: n for n in known} | ({} if command else {n.replace("-", "_"): f for n, f in aliases.FIELD_OF.items()})
+    near = [n for n in known if n.startswith(name)][:1] or difflib.get_close_matches(name, names, 1)
+    way = f"Did you mean {flag(names[near[0]])}?" if near else f"See trireme {command} --help.".replace("  ", " ")
     raise InputError(f"unknown option {word.partition('=')[0]}. {way}")
 
 
-def _dashed(word: str) -> str:
-    name, equals, value = word.partition("=")
-    return name.replace("_", "-") + equals + value if word.startswith("--") else word
-
-
-def _apart(argv: Sequence[str], known: Mapping[str, Any]) -> tuple[list[str], dict[str, Any]]:
-    """(the words of our options, values of other trainers' options by name)."""
-    own, foreign, words = list[str](), dict[str, Any](), list(argv)
-    while words:
-        word = words.pop(0)
-        name, equals, value = _dashed(word).removeprefix("--").partition("=")
-        if not word.startswith("--") or name.replace("-", "_") in known or not aliases.is_known(name):
-            own.append(_dashed(word))
-        elif equals:
-            foreign[name] = value
-        elif words and not words[0].startswith("--") and aliases.takes(name, words[0]):
-            foreign[name] = words.pop(0)
-        else:
-            foreign[name] = True
-    return own, foreign
-
-
-def _parser(cls: type[Base], command: str) -> Parser:
-    prog = f"trireme {command}".strip()
-    words = " ".join(f.metadata["metavar"] for name, f in table(cls).items() if name in ("folder", "name"))
-    others = f"Other commands, each with its own --help: {', '.join(COMMANDS)}. Names of other trainers work too."
-    parser = Parser(
-        prog=prog,
-        usage=f"{prog} {words} [options]" if command else f"{prog} CHECKPOINT --data FILE [--out DIR] [options]",
-        description=cls.__doc__
-        if command
-        else "Fine-tunes CHECKPOINT, a Hugging Face model's folder or its name on the hub.",
-        epilog=None if command else others,
-        formatter_class=Help,
-        allow_abbrev=False,
-    )
-    groups = {name: parser.add_argument_group(name) for name in GROUPS}
-    for name, f in table(cls).items():
-        if name not in ("folder", "name"):
-            hidden = cls is Options and name == "model"
-            groups[f.metadata["group"]].add_argument(
-                flag(name), default=argparse.SUPPRESS, help=argparse.SUPPRESS if hidden else _help(f), **_kind(f)
-            )
+def _help(command: str, cls: type[Base]) -> Iterator[str]:
+    """The lines of --help, in the terminal's width."""
+    width, options = min(112, shutil.get_terminal_size((113, 24)).columns - 1), table(cls)
+    words = " ".join(f.metadata["metavar"] for name, f in options.items() if name in ("folder", "name"))
+    yield f"usage: trireme {f'{command} {words}' if command else 'CHECKPOINT --data FILE [--out DIR]'} [options]"
+    about = cls.__doc__ if command else "Fine-tunes CHECKPOINT, a Hugging Face model's folder or its name on the hub."
+    yield from ("", about or "")
+    hidden = ("folder", "name") if command else ("model",)
+    for group in GROUPS:
+        rows = [f for name, f in options.items() if f.metadata["group"] == group and name not in hidden]
+        yield from ("", f"{group}:") if rows else ()
+        for f in rows:
+            head = f"  {flag(f.name)} {f.metadata['metavar']}"
+            texts = textwrap.wrap(_about(f), width - 32, break_long_words=False, break_on_hyphens=False)
+            yield from [head] if len(head) > 30 else []
+            for n, text in enumerate(texts):
+                yield f"{head if n == 0 and len(head) <= 30 else '':32}{text}"
     if not command:
-        groups[GROUPS[-1]].add_argument("--version", action="version", version=_version())
-    return parser
+        yield f"\nOther commands, each with its own --help: {', '.join(COMMANDS)}. Names of other trainers work too."
+
+
+def _about(f: Field[Any]) -> str:
+    """The help of an option, with its default."""
+    text, default = f.metadata["help"], f.default
+    plain = "[" in text or default in (None, False, "", ())
+    return text if plain else f"{text} [{','.join(map(str, default)) if isinstance(default, tuple) else default}]"
 
 
 def _version() -> str:
     with suppress(metadata.PackageNotFoundError):
         return f"trireme {metadata.version('trireme')}"
     return "trireme, run from its source folder without an installation"
-
-
-def _help(f: Field[Any]) -> str:
-    text, default = f.metadata["help"].replace("%", "%%"), f.default
-    plain = "[" in text or default in (None, False, "", ())
-    return text if plain else f"{text} [{','.join(map(str, default)) if isinstance(default, tuple) else default}]"
-
-
-def _kind(f: Field[Any]) -> dict[str, Any]:
-    """The arguments of add_argument."""
-    if f.metadata["parse"] is bool:
-        return {"action": "store_true"}
-    if f.name == "resume":
-        return {"nargs": "?", "const": "", "metavar": "RUN"}
-    return {"metavar": f.metadata["metavar"], "action": "append" if f.metadata["repeat"] else "store"}
 
 
 # ---------------------------------------------------------------- options of a run
@@ -352,38 +290,19 @@ def of_a_run(given: Mapping[str, Any]) -> Options:
     run: Path | None = None
     if "resume" in given:
         run = Path(given["resume"] or folder.latest(Path("runs")))
-        for name in ("config", "shape", "demo", "out"):
-            if name in given:
-                raise InputError(f"{flag(name)}: a resumed run has its own. Leave it out.")
+        if other := {"config", "shape", "demo", "out"} & given.keys():
+            raise InputError(f"{flag(other.pop())}: a resumed run has its own. Leave it out.")
         if not here().host:
             folder.check_resumable(run)
     elif "config" not in given:
         return Options.of(given)
     path = run / "config.yaml" if run else Path(given["config"])
     text = here().texts("" if here().host else config_file.text_of(path))[0]  # of host 0
-    kept, lines = config_file.read(path, text)
-    for line in lines:
-        screen.say(line)
-    other = {"epochs": "max_steps", "max_steps": "epochs"}  # the length is given by one of them
-    kept = {name: value for name, value in kept.items() if other.get(name) not in given and name not in given}
-    chosen = config_file.given_in(text) & kept.keys() if text.startswith(config_file.FIRST) else kept.keys()
-    options = replace(Options.of({**kept, **given}, f"{path}: "), given=frozenset(chosen | given.keys()))
-    if run is None:
-        return options
-    if not here().host:
-        check_there(run, options, given)
-    return replace(options, resume=str(run), out=str(run))
-
-
-def check_there(run: Path, options: Options, given: Mapping[str, Any]) -> None:
-    """Raises InputError if a file of a resumed run has been moved away."""
-    for name, f in config_file.FIELDS.items():
-        if name in given or "path" not in f.metadata["kind"] or "host" in f.metadata["kind"]:
-            continue
-        value = getattr(options, name) or ()
-        for path in (value,) if isinstance(value, str) else value:
-            plain = re.sub(r":\d*\.?\d+$", "", path)
-            if path.startswith("/") and not glob.has_magic(path) and not any(map(os.path.exists, (path, plain))):
-                raise InputError(
-                    f"--resume {run}: {plain} is not there. Put it back, or say where it is: {flag(name)} PATH."
-                )
+    kept = config_file.read(path, text)
+    for name, other_name in (("epochs", "max_steps"), ("max_steps", "epochs")):  # the length is given by one of them
+        if other_name in given:
+            kept.pop(name, None)
+    chosen = config_file.given_in(text) if text.startswith(config_file.FIRST) else kept.keys()
+    options = Options.of({**kept, **given}, f"{path}: ")
+    options = replace(options, given=frozenset(chosen & kept.keys() | given.keys()))
+    return replace(options, resume=str(run), out=str(run)) if run else options

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import Field
 from pathlib import Path
 from typing import Any
 
@@ -18,35 +17,34 @@ from trireme.engine.run import aliases
 from trireme.engine.run.after import hub
 from trireme.engine.run.options import Every, Options, flag, gib_size, table
 from trireme.models.config import InputError
+from trireme.storage.untrusted import read_text, why
 
 FIRST = "# options of a run of trireme\n"
 CHOSEN = "# chosen, or defaults of this version\n"
 FIELDS = table(Options)
-LARGEST = 1 << 20  # bytes of a file of options
-HUB = re.compile(r"(hf://.*|[\w.-]+/[\w.-]+(@[\w.-]+)?)")
 
 
 def saved(options: Options) -> dict[str, Any]:
     """The options as YAML and JSON have them: plain values, absolute paths; without those of one call."""
-    kept = ((name, f) for name, f in FIELDS.items() if "call" not in f.metadata["kind"])
-    return {name: _plain(f, getattr(options, name)) for name, f in kept}
+    return {
+        name: _plain(name, getattr(options, name)) for name, f in FIELDS.items() if "call" not in f.metadata["kind"]
+    }
 
 
-def _plain(f: Field[Any], value: Any) -> Any:
+def _plain(name: str, value: Any) -> Any:
+    option = FIELDS[name].metadata
     if isinstance(value, tuple):
-        return [_plain(f, each) for each in value]
-    if isinstance(value, Every):
-        return str(value)
+        return [_plain(name, each) for each in value]
     if value is None or value == "":
         return None
-    if "path" in f.metadata["kind"]:
-        return absolute(value, f.metadata["words"])
-    return f"{value}B" if f.metadata["parse"] is gib_size else value
+    if "path" in option["kind"]:
+        return absolute(value, option["words"])
+    return str(value) if isinstance(value, Every) else f"{value}B" if option["parse"] is gib_size else value
 
 
 def absolute(path: str, words: str) -> str:
     """A path, a pattern or PATH:WEIGHT as absolute path; `words`, and names on the hub, as they are."""
-    if re.fullmatch(words, path) or (HUB.fullmatch(path) and not Path(path.partition("/")[0]).exists()):
+    if re.fullmatch(words, path) or hub.model_name(path) or hub.data_name(path):
         return path
     return hub.written(os.path.abspath(path))  # noqa: PTH100 (keeps links)
 
@@ -54,40 +52,42 @@ def absolute(path: str, words: str) -> str:
 def write(options: Options) -> bytes:
     """The config.yaml: first what was given, then the rest."""
     values = {name: value for name, value in saved(options).items() if value not in (None, [])}
-    content = FIRST
-    for first in (True, False):
-        part = {name: value for name, value in values.items() if (name in options.given) == first}
-        content += CHOSEN * (not first)
-        content += yaml.safe_dump(part, sort_keys=False, allow_unicode=True, width=1000) if part else ""
-    return content.encode()
+    chosen = {name: value for name, value in values.items() if name in options.given}
+    parts = chosen, {name: value for name, value in values.items() if name not in chosen}
+    texts = [yaml.safe_dump(part, sort_keys=False, allow_unicode=True, width=1000) * bool(part) for part in parts]
+    return (FIRST + CHOSEN.join(texts)).encode()
 
 
-def read(path: Path, text: str | None = None) -> tuple[dict[str, Any], list[str]]:
-    """The values of a file, for Options.of, and lines on how another trainer's was read. `text`: its content, if it has
-    been read. Raises InputError.
-    """
-    content = text_of(path) if text is None else text
+def text_of(path: Path) -> str:
+    """The text of a file of options. Raises InputError."""
     try:
-        values = yaml.safe_load(content)
+        return read_text(path)
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path}: no file of options: {why(error)}.") from None
+
+
+def read(path: Path, text: str) -> dict[str, Any]:
+    """The values in the text of a file, for Options.of. Raises InputError."""
+    try:
+        values = yaml.safe_load(text)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise InputError(f"{path} is not YAML ({' '.join(str(error).split())[:300]}). Correct or restore it.") from None
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
         raise InputError(f"{path} has no lines such as `batch-size: 16`.")
-    return (values, []) if content.startswith(FIRST) else aliases.translated(values, f"{path}: ")
+    return values if text.startswith(FIRST) else aliases.translated(values, f"{path}: ")
 
 
 def given_in(text: str) -> frozenset[str]:
-    """The names that the user chose, in the text of a run's own config.yaml."""
+    """The names that the user chose, in the text of a file."""
     lines = text.partition(CHOSEN)[0].splitlines()
     return frozenset(line.partition(":")[0] for line in lines) & FIELDS.keys()
 
 
 def of_run(path: Path) -> Options | None:
     """The options of the run that wrote a model into `path`: its OUT, or OUT/best, OUT/step-N, OUT/merged."""
-    for folder in (path, path.absolute().parent):
-        if is_own(folder / "config.yaml"):
-            values, _ = read(folder / "config.yaml")
-            return Options.of(values, f"{folder / 'config.yaml'}: ")
+    for file in (path / "config.yaml", path.absolute().parent / "config.yaml"):
+        if is_own(file):
+            return Options.of(read(file, text_of(file)), f"{file}: ")
     return None
 
 
@@ -110,17 +110,3 @@ def _shown(value: Any) -> str:
     if isinstance(value, list):
         value = ", ".join(map(str, value))
     return "not given" if value in (None, "") else str(value)[:500]
-
-
-def text_of(path: Path) -> str:
-    """The text of a file of options. Raises InputError."""
-    try:
-        with path.open("rb") as file:
-            content = file.read(LARGEST + 1)
-        if len(content) > LARGEST:
-            raise InputError(f"{path} has more than 1 MiB: it is no file of options.")
-        return content.decode("utf-8-sig")
-    except OSError as error:
-        raise InputError(f"{path}: {error.strerror}.") from None
-    except UnicodeDecodeError:
-        raise InputError(f"{path} is not UTF-8 text.") from None

@@ -84,7 +84,7 @@ def train(options: Options, others: Sequence[Tracker] = ()) -> Path:
     Raises InputError, CheckpointError, DoesNotFit, StoreError, LostHost, Interrupted.
     """
     check_paths(options)
-    if not here().host:
+    if options.push and not here().host:
         push.check(options)
     options = hub.fetched(folder.named(options))
     out = Path(options.out)

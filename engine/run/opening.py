@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from trireme.engine.data.taught import is_scores, read_names
 from trireme.engine.planner.sizes import find_model
 from trireme.engine.run import screen
 from trireme.engine.run.after import hub
+from trireme.engine.run.options import METHODS as ALL
 from trireme.engine.run.options import Method, Options, flag
 from trireme.engine.tuning.adapters import Adapter
 from trireme.engine.tuning.cached import cached
@@ -38,7 +39,7 @@ from trireme.models.config import (
     scored,
 )
 from trireme.models.losses.preferences import METHODS, Preference
-from trireme.storage.auxiliary import CONFIG, CONTENT, TEMPLATE, auxiliary_files, content_of
+from trireme.storage.auxiliary import CONFIG, TEMPLATE, auxiliary_files, content_of
 from trireme.storage.checkpoint import Source
 
 # Options that belong to some methods, need one of other options, or exclude some.
@@ -61,7 +62,7 @@ WITHOUT = {"adapter": "lora freeze train", "lora": "freeze train", "teacher": "l
 KINDS: Mapping[str, Kind] = {"sft": "", "kto": "labels", "reward": "rewards", "classify": "classes"}
 WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".ckpt"}
 ENDS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", CLASS)  # of names of transformers' classes
-TOP_K, NAMED = 64, 4  # of a teacher; modules named in a line
+TOP_K = 64  # of a teacher
 
 
 @dataclass(frozen=True)
@@ -90,8 +91,17 @@ def open_model(o: Options, date: str | None) -> Opened:
         why = "the model's experts are balanced by a bias" if cfg.experts else "the model has no experts"
         raise InputError(f"--router-aux: {why}. Leave it out.")
     adapter = read_adapter(Path(o.adapter), cfg) if o.adapter else None
-    cfg = adapted(cfg, lora_of(o, cfg, adapter)) if adapter or o.lora else chosen(cfg, o.freeze, o.train)
-    source, cfg = _source(o, cfg)
+    if adapter or o.lora:
+        cfg = adapted(cfg, lora_of(o, cfg, adapter))
+    elif o.freeze or o.train:
+        cfg = chosen(cfg, o.freeze, o.train)
+    if is_absent(o):
+        cfg = as_said(cfg)
+        source = outlined(cfg, Path(o.model))
+    else:
+        source = open_checkpoint(Path(o.model), cfg.packing, screen.warn)
+        check_packing(cfg, source, screen.warn)
+        cfg = as_stored(cfg, source)
     shapes = source.shapes
     stored = hf.sources(cfg, shapes, source.named)
     if o.base:
@@ -99,11 +109,12 @@ def open_model(o: Options, date: str | None) -> Opened:
         source = cached(source, Path(o.store[0])) if o.store and source.files else source
         stored = hf.sources(cfg, shapes)
     source = as_trained(cfg, source, stored)
-    codec = _codec(o, date) if o.data else None
+    codec = load_codec(o.tokenizer or o.model, o.chat_template, date) if o.data and (o.tokenizer or o.model) else None
+    if o.tokenizer and o.data and codec is None:
+        raise InputError(f"--tokenizer {o.tokenizer} has no tokenizer.json. Name a folder with one.")
     source = as_written(o, cfg, source, codec, names)
-    source = source if cfg.lora else headed(cfg, source)
-    notes = (*_about_config(raw, cfg), *_about_adapter(o, cfg, adapter))
-    return Opened(cfg, source, stored, codec, names, adapter, notes)
+    source = headed(cfg, source) if cfg.scores and not cfg.lora else source
+    return Opened(cfg, source, stored, codec, names, adapter, tuple(_notes(o, raw, cfg, adapter)))
 
 
 def as_written(
@@ -112,9 +123,18 @@ def as_written(
     """`source` with the other files of the output: tokenizer, template, config.json. Raises InputError."""
     if codec is None and source.files and (o.tokenizer or o.chat_template or cfg.scores):
         codec = load_codec(o.tokenizer or o.model, o.chat_template, None)
-    source = replace(source, auxiliary=source.auxiliary | dict(_auxiliary(o, cfg, codec)))
+    files = dict(source.auxiliary)
+    if codec and (o.tokenizer or o.chat_template):
+        other = Path(o.tokenizer) if o.tokenizer and not Path(o.tokenizer).samefile(o.model) else None
+        eos = codec.facts.eos if codec.facts.eos is not None and codec.facts.eos < cfg.vocab else None
+        files |= auxiliary_files(Path(o.model), other, codec.facts.chosen, eos)
+    if o.rope_factor:
+        if cfg.lora and not o.merge:
+            raise InputError("--rope-factor: an adapter has no config.json for it. Add --merge, and use OUT/merged.")
+        files["config.json"] = json.dumps(read_raw(o.model, o.rope_factor), indent=2).encode()
+    source = replace(source, auxiliary=files)
     if cfg.scores and source.files:
-        config = json.loads(content_of(source.auxiliary["config.json"]))
+        config = json.loads(content_of(files["config.json"]))
         names = names or (o.labels if len(o.labels) == cfg.scores else ()) or names_in(config, cfg.scores)
         source = with_config(cfg, source, config, names, pad_of(o, codec))
     return source
@@ -131,35 +151,8 @@ def in_wording(o: Options, opened: Opened, data: Dataset | None) -> Opened:
     assert codec is not None
     files = auxiliary_files(Path(o.tokenizer or o.model), None, codec.facts.chosen)
     codec.close()
-    own = {name: files[name] for name in (TEMPLATE, CONFIG) if name in files}
-    return replace(opened, source=replace(opened.source, auxiliary=opened.source.auxiliary | own))
-
-
-def check_method(o: Method) -> None:
-    """Raises InputError for options that do not belong together."""
-    asked = lambda name: getattr(o, name, None) not in (None, (), False, "", 0.0)
-    for name, methods in OF_METHODS.items():
-        if asked(name) and o.method not in methods:
-            raise InputError(f"{flag(name)} is for --method {' or '.join(methods)}. Leave it out.")
-    for name, others in NEED.items():
-        if asked(name) and not any(map(asked, others.split())):
-            first = flag(others.split()[0]) + " 16" * others.startswith("lora")
-            raise InputError(
-                f"{flag(name)} is for {' or '.join(map(flag, others.split()))}. Add {first}, or leave it out."
-            )
-    for name, others in WITHOUT.items():
-        for other in others.split():
-            if asked(name) and asked(other):
-                raise InputError(f"{flag(other)} does not go with {flag(name)}. Leave one of them out.")
-
-
-def _source(o: Options, cfg: ModelConfig) -> tuple[Source, ModelConfig]:
-    if is_absent(o):
-        cfg = as_said(cfg)
-        return outlined(cfg, Path(o.model)), cfg
-    source = open_checkpoint(Path(o.model), cfg.packing, screen.warn)
-    check_packing(cfg, source, screen.warn)
-    return source, as_stored(cfg, source)
+    files = opened.source.auxiliary | {name: files[name] for name in (TEMPLATE, CONFIG) if name in files}
+    return replace(opened, source=replace(opened.source, auxiliary=files))
 
 
 def is_absent(o: Options) -> bool:
@@ -167,13 +160,23 @@ def is_absent(o: Options) -> bool:
     return bool(o.shape) or (o.dry_run and all(path.suffix not in WEIGHTS for path in Path(o.model).iterdir()))
 
 
-def _codec(o: Options, date: str | None) -> Codec | None:
-    codec = load_codec(o.tokenizer or o.model, o.chat_template, date) if o.tokenizer or o.model else None
-    if o.tokenizer and codec is None:
-        is_file = Path(o.tokenizer).is_file()
-        wrong = "is a file; name its folder" if is_file else "has no tokenizer.json; name a folder with one"
-        raise InputError(f"--tokenizer {o.tokenizer} {wrong}.")
-    return codec
+def check_method(o: Method) -> None:
+    """Raises InputError for options that do not belong together."""
+    if wrong := next(_contradictions({f.name: getattr(o, f.name) for f in fields(o)}), ""):
+        raise InputError(wrong)
+
+
+def _contradictions(values: Mapping[str, Any]) -> Iterator[str]:
+    is_set = lambda name: values.get(name) not in (None, (), False, "", 0.0)
+    for name in filter(is_set, values):
+        methods, needs = OF_METHODS.get(name, ALL), NEED.get(name, "").split()
+        if values["method"] not in methods:
+            yield f"{flag(name)} is for --method {' or '.join(methods)}. Leave it out."
+        if needs and not any(map(is_set, needs)):
+            first = flag(needs[0]) + " 16" * (needs[0] == "lora")
+            yield f"{flag(name)} is for {' or '.join(map(flag, needs))}. Add {first}, or leave it out."
+        for other in filter(is_set, WITHOUT.get(name, "").split()):
+            yield f"{flag(other)} does not go with {flag(name)}. Leave one of them out."
 
 
 # ---------------------------------------------------------------- what is trained
@@ -222,7 +225,7 @@ def teaching_of(o: Options, vocab: int) -> Teaching | None:
     if not o.teacher:
         return None
     k = read_names(o.teacher).k if is_scores(o.teacher) else min(o.top_k or TOP_K, vocab)
-    if is_scores(o.teacher) and o.top_k not in (None, k):
+    if o.top_k not in (None, k) and is_scores(o.teacher):
         raise InputError(f"--top-k {o.top_k}: {o.teacher} has {k} tokens of each. Leave it out.")
     return Teaching(k, 0.5 if o.distill_weight is None else o.distill_weight, o.temperature or 1.0)
 
@@ -263,46 +266,19 @@ def pad_of(o: Options, codec: Codec | None) -> int | None:
     return pad_in({} if o.shape else read_raw(o.model), codec.facts.pad if codec else None)
 
 
-def _auxiliary(o: Options, cfg: ModelConfig, codec: Codec | None) -> Iterator[tuple[str, CONTENT]]:
-    """Files of the output besides weights that differ from the checkpoint's. Raises InputError."""
-    if codec and (o.tokenizer or o.chat_template):
-        other = Path(o.tokenizer) if o.tokenizer and not Path(o.tokenizer).samefile(o.model) else None
-        facts = codec.facts
-        known = facts.eos is not None and facts.eos < cfg.vocab  # a tokenizer may have tokens that the model has not
-        yield from auxiliary_files(Path(o.model), other, facts.chosen, facts.eos if known else None).items()
-    if o.rope_factor:
-        if cfg.lora and not o.merge:
-            raise InputError("--rope-factor: an adapter has no config.json for it. Add --merge, and use OUT/merged.")
-        yield "config.json", json.dumps(read_raw(o.model, o.rope_factor), indent=2).encode()
-
-
-# ---------------------------------------------------------------- notes
-
-
-def _about_config(raw: Mapping[str, Any], cfg: ModelConfig) -> Iterator[str]:
-    """What config.json names and is not used: code of its own, a class that is not a language model."""
+def _notes(o: Options, raw: Mapping[str, Any], cfg: ModelConfig, adapter: Adapter | None) -> Iterator[str]:
+    """What config.json names and is not used; what one may not expect of --adapter."""
     code, named = raw.get("auto_map"), raw.get("architectures")
     if isinstance(code, dict) and any(name.startswith("AutoModel") for name in code):
         yield f"config.json refers to custom code, which is never run: it is read as transformers' {cfg.model_type}"
     if isinstance(named, list) and named and not str(named[0]).endswith(ENDS):
         yield f"config.json names {str(named[0])[:80]}: it is read as transformers' language model {cfg.model_type}"
-
-
-def _about_adapter(o: Options, cfg: ModelConfig, adapter: Adapter | None) -> Iterator[str]:
-    """What one may not expect of --adapter."""
-    if adapter is None or cfg.lora is None:
+    if adapter is None:
         return
-    name = f"--adapter {o.adapter}"
     if Path(adapter.base).name != hub.title(o.model):
-        yield f"{name} was made for {adapter.base or 'a model without a name'}, not for {o.model}"
-    if adapter.dropout and cfg.lora.dropout != adapter.dropout:
-        yield f"{name} was trained with lora_dropout {adapter.dropout:g}; here it is trained with {cfg.lora.dropout:g}"
-    if (least := min(adapter.ranks.values())) < adapter.lora.rank:
-        most = adapter.lora.rank
-        yield f"{name} has adapters of ranks from {least} to {most}: they are written in rank {most}, with zeros behind"
-    if adapter.singles:
-        yield f"{name} has an adapter for each expert: gate and up are trained as one of twice the rank, as peft does"
+        yield f"--adapter was made for {adapter.base or 'a model without a name'}, not for {o.model}"
+    if (least := min(adapter.ranks.values())) < (most := adapter.lora.rank):
+        yield f"--adapter has ranks from {least} to {most}: all are written in rank {most}, with zeros behind"
     if adapter.absent:
         names = folded(cfg, adapter.absent)
-        rest = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-        yield f"{name} has nothing for {', '.join(names[:NAMED])}{rest}: these stay without an adapter"
+        yield f"--adapter has nothing for {', '.join(names[:4])}{' ...' * (len(names) > 4)}: these stay without"

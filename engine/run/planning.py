@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-from trireme.engine.amounts import count, gib, rounded_up
-from trireme.engine.buffers import usage
+from trireme.engine.amounts import rounded_up
+from trireme.engine.buffers import fits
 from trireme.engine.geometry import Geometry
 from trireme.engine.plan import MODES, DoesNotFit, Limits, Mode, Plan
 from trireme.engine.planner.advice import check_drive
 from trireme.engine.planner.choose import choose, first_plan
 from trireme.engine.planner.forecast import Files, Forecast, Work
-from trireme.engine.planner.host import TEMPORARIES, available_ram
+from trireme.engine.planner.host import TEMPORARIES
 from trireme.engine.planner.machine import with_drives
 from trireme.engine.planner.rates import RAM_SHARE, Machine
 from trireme.engine.planner.rule import Wanted, all_cuts, cuts, shortage, simple_plan, sizes_of
@@ -44,56 +44,6 @@ def misfit(plan: Plan, cfg: ModelConfig) -> str:
     return ""
 
 
-def check_options(options: Options, plan: Plan, rows: int) -> None:
-    """Raises InputError if options contradict the plan. `rows`: of a micro-batch."""
-    fewer = min(options.micro_batch, options.batch_size) if isinstance(options.micro_batch, int) else rows
-    said: dict[str, tuple[object, object]] = {
-        "--adam-bits": (options.adam_bits or plan.adam_bits, plan.adam_bits),
-        "--optimizer-mode": (plan.mode if options.optimizer_mode == "auto" else options.optimizer_mode, plan.mode),
-        "--micro-batch": (fewer, rows),
-    }
-    for flag, (asked, planned) in said.items():
-        if asked != planned:
-            raise InputError(
-                f"{options.plan}: {flag} is {asked}, the plan has {planned}. Give {flag} {planned}, or change the plan."
-            )
-    if plan.mode == "backward" and options.max_grad_norm:
-        raise InputError(
-            f"{options.plan}: its mode backward updates before the norm is known. Add --max-grad-norm 0, or change it "
-            "to forward."
-        )
-
-
-def check_memory(options: Options, cfg: ModelConfig, plan: Plan, limits: Limits) -> None:
-    """Raises DoesNotFit if the plan needs more than the limits."""
-    geo = Geometry.of(cfg, plan)
-    if limits.lacking(usage(geo, plan, limits.less)):
-        raise DoesNotFit(f"{options.plan}: the plan needs {shortage(geo, plan, limits)}. Change it, or leave it out.")
-
-
-def check_step(options: Options, plan: Plan, sequences: int, room: int) -> None:
-    """Raises InputError if a step has more micro-batches than the given plan."""
-    rows = plan.tokens // room
-    needed = math.ceil(sequences / rows / plan.hosts)
-    if needed > plan.n_micro:
-        raise InputError(
-            f"{options.plan}: a step of {sequences} sequences is {needed} micro-batches of {rows}, the plan has room "
-            f"for {plan.n_micro}. Raise its n_micro, or lower --batch-size."
-        )
-
-
-def check_peers(options: Options, plan: Plan, machine: Machine) -> None:
-    """Raises InputError if the plan copies between GPUs that have no access to each other's memory."""
-    if plan.gpus == 1 or machine.rates.peer:
-        return
-    lent = next((f", saved of unit {u} to gpu, host or ssd" for u, unit in plan.distinct.items() if unit.lent), "")
-    if plan.between == "gpu" or lent:
-        raise InputError(
-            f"{options.plan}: the plan copies between GPUs, and these have no access to each other's memory. Set "
-            f"between to host{lent}, or leave --plan out."
-        )
-
-
 @dataclass(frozen=True)
 class Planner:
     """What decides a plan before the data is read."""
@@ -109,28 +59,42 @@ class Planner:
     @cached_property
     def given(self) -> Plan | None:
         """The plan of --plan. Raises InputError if it does not suit the model, the run or the device."""
-        o = self.options
-        if not o.plan:
+        if not self.options.plan:
             return None
-        plan = replace(Plan.load(Path(o.plan)), hosts=self.hosts, host=self.hosts - 1)
-        if wrong := misfit(plan, self.cfg):
-            raise InputError(f"{o.plan}: {wrong}")
-        if plan.tokens % self.room:
-            raise InputError(f"{o.plan}: the plan is for another --seq-len")
-        if o.dtype != "auto" and DTYPES[o.dtype] != plan.dtype:
-            raise InputError(f"{o.plan}: the plan computes in {plan.dtype}. Leave --dtype out, or change the plan.")
-        if plan.gpus != self.limits.gpus:
-            raise InputError(f"{o.plan}: the plan is for {count(plan.gpus, 'GPU')}. Give --gpus {plan.gpus}.")
-        check_options(o, plan, plan.tokens // self.room)
-        if self.on_cuda and not plan.runs_on_cuda:
-            raise InputError(
-                f"{o.plan}: no CUDA kernel updates {plan.adam_bits}-bit moments. Give every unit a state in host or "
-                "ssd and the update cpu, or set adam_bits to 32."
-            )
-        for key, before in self.fixed.kept.items() if self.fixed else ():
-            if getattr(plan, key) != before:
-                raise InputError(f"{o.plan}: the run began with {key} {before}, the plan has {getattr(plan, key)}.")
+        plan = replace(Plan.load(Path(self.options.plan)), hosts=self.hosts, host=self.hosts - 1)
+        self._check_given(next(self._objections(plan), ""))
         return plan
+
+    def _objections(self, plan: Plan) -> Iterator[str]:
+        """Why a plan does not suit."""
+        o, rows = self.options, plan.tokens // self.room
+        yield from filter(None, [misfit(plan, self.cfg)])
+        for name, wanted, planned in (
+            ("--dtype", DTYPES.get(o.dtype, plan.dtype), plan.dtype),
+            ("--gpus", self.limits.gpus, plan.gpus),
+            ("--adam-bits", o.adam_bits or plan.adam_bits, plan.adam_bits),
+            ("--optimizer-mode", plan.mode if o.optimizer_mode == "auto" else o.optimizer_mode, plan.mode),
+            ("--micro-batch", min(o.micro_batch, o.batch_size) if isinstance(o.micro_batch, int) else rows, rows),
+            *((key, before, getattr(plan, key)) for key, before in (self.fixed.kept.items() if self.fixed else ())),
+        ):
+            if wanted != planned:
+                yield f"{name} is {wanted}, the plan has {planned}"
+        if plan.tokens % self.room:
+            yield "it is for another --seq-len"
+        if plan.mode == "backward" and o.max_grad_norm:
+            yield "its mode backward updates before the norm is known. Add --max-grad-norm 0"
+        if self.on_cuda and not plan.runs_on_cuda:
+            yield f"no CUDA kernel updates {plan.adam_bits}-bit moments: the update has to be on the CPU"
+
+    def _check_given(self, wrong: str) -> None:
+        if wrong:
+            raise InputError(f"{self.options.plan}: {wrong}. Change it, or leave --plan out.")
+
+    def _check_memory(self, plan: Plan, limits: Limits) -> None:
+        """Raises DoesNotFit if the plan needs more than the limits."""
+        geo = Geometry.of(self.cfg, plan)
+        if not fits(geo, plan, limits):
+            raise DoesNotFit(f"{self.options.plan}: the plan needs {shortage(geo, plan, limits)}. Leave --plan out.")
 
     @property
     def dtype(self) -> str:
@@ -147,7 +111,7 @@ class Planner:
     def refuse_early(self) -> None:
         """Raises DoesNotFit if not even steps of one sequence fit: then no data can help."""
         if self.given:
-            check_memory(self.options, self.cfg, self.given, self.limits)
+            self._check_memory(self.given, self.limits)
             return
         try:
             self._smallest_plan(1)
@@ -165,48 +129,24 @@ class Planner:
         """The limits. On a CPU RAM is divided otherwise if half of it is too small for a tier. Raises DoesNotFit."""
         if not self._one_memory:
             return self.limits
-        wanted, room, refused = self.wanted(sequences), self.limits.both, []
+        wanted, refused = self.wanted(sequences), list[Limits]()
         for cut in cuts(self.cfg, wanted):
-            need = self._lacking(replace(wanted, cuts=[cut]))
-            if need is None:
+            try:
+                simple_plan(self.cfg, self.limits, replace(wanted, cuts=[cut]))
+            except DoesNotFit as error:
+                need = replace(self.limits, gpu=error.need["gpu"], ram=error.need["ram"])
+                refused.append(need)
+                if (spare := self.limits.both - need.both) >= 0:
+                    return replace(need, gpu=need.gpu + spare // 2 // need.gpus, ram=need.ram + spare - spare // 2)
+            else:
                 return self.limits
-            spare = room - need.both
-            if spare >= 0:
-                return replace(need, gpu=need.gpu + spare // 2 // need.gpus, ram=need.ram + spare - spare // 2)
-            refused.append(need)
-        raise DoesNotFit(self._refusal(min(refused, key=lambda need: need.both), wanted))
-
-    def _refusal(self, need: Limits, wanted: Wanted) -> str:
-        room = self.limits.both
-        smaller = {
-            "--seq-len": tuple((1, n) for _, n in wanted.sizes),
-            "--batch-size": tuple((tokens, 1) for tokens, _ in wanted.sizes),
-        }
-        lacking = {option: self._lacking(replace(wanted, sizes=sizes)) for option, sizes in smaller.items()}
-        lower = [option for option, lack in lacking.items() if lack is None or lack.both <= room]
-        out = f", or lower {' or '.join(lower)}" if lower else ""
-        return (
-            f"even the smallest plan needs {rounded_up(need.both)} of RAM, {rounded_up(need.gpu)} of it to "
-            f"compute in; the limit is {rounded_up(room)}. {self._more_ram(need)}{out}."
-        )
-
-    def _more_ram(self, need: Limits) -> str:
-        """How to get enough RAM: without --ram the limit is what is free."""
+        least = min(need.both for need in refused)
+        enough = rounded_up((least * RECORDS + TEMPORARIES) / RAM_SHARE)
+        way = f"Free some RAM, {enough} are enough, or raise the limit of its control group or `ulimit -v`"
         if self.options.ram or self.options.assume:
-            return f"Raise --ram by {rounded_up((need.both - self.limits.both) * RECORDS)}"
-        enough, free = int((need.both * RECORDS + TEMPORARIES) / RAM_SHARE), available_ram()
-        return (
-            f"This process may take {gib(free)} more, {rounded_up(enough)} are enough: free some RAM, or raise the "
-            "limit of its control group or `ulimit -v`"
-        )
-
-    def _lacking(self, wanted: Wanted) -> Limits | None:
-        """What the smallest plan needs; None if a plan fits."""
-        try:
-            simple_plan(self.cfg, self.limits, wanted)
-        except DoesNotFit as error:
-            return replace(self.limits, gpu=error.need["gpu"], ram=error.need["ram"])
-        return None
+            way = f"Raise --ram by {rounded_up((least - self.limits.both) * RECORDS)}"
+        need_and_limit = f"{rounded_up(least)} of RAM; the limit is {rounded_up(self.limits.both)}"
+        raise DoesNotFit(f"even the smallest plan needs {need_and_limit}. {way}, or lower --seq-len or --batch-size.")
 
     def search(
         self, work: Work, files: Files, limits: Limits, machine: Machine, stores: Sequence[Path], by_rule: bool
@@ -219,10 +159,10 @@ class Planner:
         o, wanted = self.options, self.wanted(work.sequences)
         wanted = replace(wanted, document=work.document, trained=work.trained, compared=work.compared)
         if self.given:
-            check_memory(o, self.cfg, self.given, limits)  # the data has taken its part
-            check_step(o, self.given, work.sequences, self.room)
-            if self.on_cuda:
-                check_peers(o, self.given, machine)
+            self._check_memory(self.given, limits)  # the data has taken its part
+            needed = math.ceil(work.sequences / (self.given.tokens // self.room) / self.hosts)
+            if needed > self.given.n_micro:
+                self._check_given(f"a step is {needed} micro-batches, the plan has room for {self.given.n_micro}")
             return self.given, machine
         first = first_plan(self.cfg, limits, wanted, drive=not o.assume or bool(machine.ssd))
         if o.assume:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from trireme.engine.amounts import compact, count, duration, gb, gib, seconds
+from trireme.engine.geometry import Geometry
 from trireme.engine.optimizer import learning_rate
 from trireme.engine.planner.advice import ENDLESS, faster
 from trireme.engine.planner.clock import Part
@@ -23,7 +24,7 @@ from trireme.engine.planner.whole import Events, compile_s, estimated_parts, eva
 from trireme.engine.queues.names import NET
 from trireme.engine.run import screen
 from trireme.engine.run.evaluate import LONGEST, MAX_NEW
-from trireme.engine.run.job import BYTES, Job, bytes_of, nbytes_of
+from trireme.engine.run.job import BYTES, Job, bytes_of
 from trireme.engine.run.opening import of_head, parameters
 from trireme.engine.run.options import Every, Options
 from trireme.engine.run.screen import labelled
@@ -36,12 +37,7 @@ from trireme.models import hf
 from trireme.models.config import ModelConfig
 from trireme.models.sizes import narrow, shapes
 
-COMPLETE: tuple[Part, ...] = (
-    "evaluations",
-    "samples",
-    "snapshots",
-    "export",
-)  # parts whose last time predicts the next
+COMPLETE: tuple[Part, ...] = ("evaluations", "samples", "snapshots", "export")  # whose last time predicts the next
 UNUSUAL = 30  # times the default learning rate
 
 
@@ -50,11 +46,10 @@ def lines(job: Job) -> Iterator[str]:
     f, o, full = job.forecast, job.options, job.options.verbose or job.options.dry_run
     steps_s = job.total_steps * f.step.step_s if job.on_gpu else None
     writes = written(f, job.total_steps, events(job, 0, steps_s))
-    warning = wear_warning(f, writes, steps_s)
-    yield from [warning] if warning else []
+    yield from filter(None, [wear_warning(f, writes, steps_s)])
     wear = wear_line(f, writes)
-    for label, told in {
-        "model": [_model(job), *_carried(job)],
+    for label, texts in {
+        "model": _model(job),
         "experts": _experts(job),
         "base": _base(job),
         "data": job.data.report.lines() if job.read else [_no_data(job)],
@@ -62,77 +57,72 @@ def lines(job: Job) -> Iterator[str]:
         "example": _examples(job),
         "method": [_method(job)],
         "trained": trained_lines(job.cfg, {"--train": o.train, "--freeze": o.freeze}) if o.train or o.freeze else [],
-        "machine": [job.machine.describe(job.on_gpu), *_about_machine(job)] if full or job.on_gpu else [],
+        "machine": _machine(job) if full or job.on_gpu else [],
         "steps": [_steps(job)],
         "hosts": _hosts(job),
-        "eval": [_evaluations(job)] if f.work.evaluations else [],
+        "eval": _evaluations(job),
         "ssd": [wear] if wear and (full or job.plan.uses("ssd")) else [],
         "disk": [disk_line(f) if full else _disk(job)],
+        "memory": [] if full else [_memory(job)],
     }.items():
-        yield from labelled(label, told)
-    yield from memory_lines(f, job.on_gpu) if full else [f"memory   {_memory(job)}"]
+        yield from labelled(label, texts)
+    yield from memory_lines(f, job.on_gpu) if full else []
     yield from gpu_lines(f) if job.on_gpu else ["time     known after the second step: on a CPU it is measured"]
-    if job.on_gpu:
-        yield f"ready    {ready_line(estimate(job))}"
+    yield from [f"ready    {ready_line(estimate(job))}"] if job.on_gpu else []
     yield from _notes(job)
     if o.dry_run and job.on_gpu:  # planning each takes seconds
         sequences = job.data.n_sequences if job.read else ENDLESS
-        for change in faster(f, lighter(job), sequences, bits_open=o.resume is None):
+        for change in faster(f, _lighter(job), sequences, bits_open=o.resume is None):
             yield f"faster   {change.what}: {change.gain:.1f} times the tokens/s ({seconds(change.step_s)} a step)"
 
 
-# ---------------------------------------------------------------- one line each
+# ---------------------------------------------------------------- under each label
 
 
-def _model(job: Job) -> str:
+def _model(job: Job) -> list[str]:
     cfg, source = job.cfg, job.source
-    dtypes = "/".join(dict.fromkeys(t.dtype for n in job.opened.stored.values() if (t := source.tensors.get(n))))
+    dtypes = "/".join(
+        dict.fromkeys(t.dtype for n in job.opened.stored.values() if (t := source.tensors.get(n)))
+    ).lower()
     dtypes += f" and {cfg.packing.word}" if cfg.packing else ""
     head = f", score head ({of_head(cfg)})" if cfg.scores else ", tied head" if cfg.tied else ""
-    where = count(len(source.files), "file")
-    if not source.files:
-        where = f"of the shape {job.options.shape}" if job.options.shape else "by config.json alone"
-    size = f"{compact(job.parameters)} parameters, {dtypes.lower()}, {where}, {gib(source.nbytes)}"
-    return f"{cfg.model_type}, {size}; {cfg.n_layers} layers{head}"
-
-
-def _carried(job: Job) -> list[str]:
-    """What the language model does not use."""
-    names = hf.carried(job.cfg, job.source.tensors)
-    nbytes = sum(job.source.tensors[name].nbytes for name in names)
-    what = "the vision part" if job.cfg.wrapper else "what is not of the language model"
-    return [f"{what} is copied unchanged: {len(names):,} tensors, {gib(nbytes)}"] if names and not job.cfg.lora else []
+    where = f"of the shape {job.options.shape}" if job.options.shape else "by config.json alone"
+    where = count(len(source.files), "file") if source.files else where
+    size = f"{compact(job.parameters)} parameters, {dtypes}, {where}, {gib(source.nbytes)}"
+    texts = [f"{cfg.model_type}, {size}; {cfg.n_layers} layers{head}"]
+    if (others := hf.carried(cfg, source.tensors)) and not cfg.lora:
+        what = "the vision part" if cfg.wrapper else "what is not of the language model"
+        nbytes = gib(sum(source.tensors[name].nbytes for name in others))
+        texts.append(f"{what} is copied unchanged: {len(others):,} tensors, {nbytes}")
+    return texts
 
 
 def _experts(job: Job) -> list[str]:
-    own, cfg = job.cfg.experts, job.cfg
-    if own is None:
+    experts, cfg, aux = job.cfg.experts, job.cfg, job.options.router_aux
+    if experts is None:
         return []
     having = [layer for layer in cfg.layers if layer.experts]
-    idle = len(having) * (own.count - own.chosen) * shapes.of_an_expert(having[0])
-    aux = job.options.router_aux
-    balance = f"{aux:g}" if aux else f"off (config.json has {own.aux:g}: --router-aux)"
-    each = f"{own.count} in a layer, {own.chosen} for each token: {compact(job.parameters - idle)} parameters a token"
-    return [f"{each}; load-balancing loss {balance}"]
+    idle = len(having) * (experts.count - experts.chosen) * shapes.of_an_expert(having[0])
+    balance = f"{aux:g}" if aux else f"off (config.json has {experts.aux:g}: --router-aux)"
+    active = f"{compact(job.parameters - idle)} parameters a token"
+    return [f"{experts.count} in a layer, {experts.chosen} for each token: {active}; load-balancing loss {balance}"]
 
 
 def _base(job: Job) -> list[str]:
     """What happens to packed matrices."""
-    packing, source, told = job.cfg.packing, job.source, list[str]()
+    packing, source, texts = job.cfg.packing, job.source, list[str]()
     if packing is None:
-        return told
+        return texts
     if kept := sum(t.nbytes for layout in job.forecast.geo.base for t in layout.tensors if packing.part_of(t.name)):
-        told.append(f"frozen matrices stay in {packing.word}, {gib(kept)}, until the GPU decodes them, layer by layer")
+        texts.append(f"frozen matrices stay in {packing.word}, {gib(kept)}, until the GPU decodes them, layer by layer")
     if isinstance(source, Cached):
-        how = "read from" if source.is_made() else "quantized into"
-        told.append(f"{how} {source.file}, {gib(source.file_bytes)}; merges use the checkpoint's own values")
+        how = f"{'read from' if source.is_made() else 'quantized into'} {source.file}, {gib(source.file_bytes)}"
+        texts.append(f"{how}; merges use the checkpoint's own values")
     elif not isinstance(source, Packed):
         left = source.inner.auxiliary.keys() - source.auxiliary.keys() if isinstance(source, Rewritten) else set()
         without = f", without {', '.join(sorted(left))}" if left else ""
-        told.append(
-            f"{packing.word} is decoded while it is read; the output is in bf16, as its config.json says{without}"
-        )
-    return told
+        texts.append(f"{packing.word} is decoded as it is read; the output is bf16, as its config.json says{without}")
+    return texts
 
 
 def _no_data(job: Job) -> str:
@@ -141,51 +131,41 @@ def _no_data(job: Job) -> str:
         nbytes = bytes_of(o)
         return f"{gb(nbytes)}, about {compact(nbytes / BYTES)} tokens ({BYTES} bytes each: there is no tokenizer)"
     full = f"{work.sequences:,} x {work.seq_len:,} = {compact(work.tokens)} tokens (--batch-size, --seq-len)"
-    return f"none given; a step is {full}" + (
-        "" if o.max_steps else f"; {work.steps:,} steps are assumed (--max-steps)"
-    )
+    assumed = "" if o.max_steps else f"; {work.steps:,} steps are assumed (--max-steps)"
+    return f"none given; a step is {full}{assumed}"
 
 
 def _examples(job: Job) -> list[str]:
-    data = job.read
-    if data is None or not job.options.show_example:
-        return []
-    shown = [data.example(k).split("\n") for k in range(min(job.options.show_example, len(data.pieces)))]
-    return [line.strip() for lines in shown for line in lines]
+    shown = range(min(job.options.show_example, len(job.data.pieces))) if job.read else ()
+    return [line.strip() for k in shown for line in job.data.example(k).split("\n")]
 
 
 def _method(job: Job) -> str:
     o, cfg, lora, teaching = job.options, job.cfg, job.cfg.lora, job.cfg.teaching
     what = "some tensors" if cfg.frozen else "all weights"
     what = f"LoRA, rank {lora.rank}, alpha {lora.alpha:g}, on {', '.join(lora.targets)}" if lora else what
-    what += f"; {compact(job.trained_parameters)} parameters trained" if cfg.frozen else ""
+    trained = compact(sum(Geometry.of(cfg, job.plan).numel))
+    what += f"; {trained} parameters trained" if cfg.frozen else ""
     if job.preference:
-        said = ", ".join(f"{name} {getattr(o, name):g}" for name in parameters(o.method))
-        what = f"{o.method} ({said}), {what}"
+        what = f"{o.method} ({', '.join(f'{name} {getattr(o, name):g}' for name in parameters(o.method))}), {what}"
     what = f"classify ({', '.join(o.labels)[:80]}), {what}" if o.labels else what
     if teaching:
         mix = f"cross-entropy x {1 - teaching.weight:g} + divergence from {o.teacher} x {teaching.weight:g}"
         what = f"{mix} (top {teaching.k}, temperature {teaching.temperature:g}), {what}"
-    fp8 = f", linear layers{_experts_in_fp8(job)} in fp8" if cfg.fp8 else ""
+    experts = next((layer for layer in cfg.layers if layer.experts), None)
+    narrowed = experts is None or narrow.experts_in_fp8(cfg, experts, job.plan.tokens)
+    fp8 = f", linear layers{'' if narrowed else ', not experts,'} in fp8" if cfg.fp8 else ""
     bits = f" ({job.plan.adam_bits}-bit moments)" if job.plan.adam_bits != 32 else ""
     rate = f"peak lr {o.lr:g}, {o.schedule}, clip {o.max_grad_norm or 'off'}"
     return f"{what}, AdamW{bits}, {rate}; compute in {job.plan.dtype.lower()}{fp8}"
 
 
-def _experts_in_fp8(job: Job) -> str:
-    layer = next((layer for layer in job.cfg.layers if layer.experts), None)
-    if layer is None:
-        return ""
-    return " and experts" if narrow.experts_in_fp8(job.cfg, layer, job.plan.tokens) else ", not experts,"
-
-
-def _about_machine(job: Job) -> list[str]:
-    o, given, told = job.options, job.limits.ram if job.on_gpu else job.limits.both, list[str]()
-    if not o.assume and given > (free := available_ram()):
-        told.append(f"warning: the limit of {gib(given)} is more than the {gib(free)} of RAM that are free")
-    if job.on_gpu and (line := unmeasured_line(job.forecast, bool(o.assume))):
-        told.append(line)
-    return told + ([f"{count(len(job.launches), 'kernel')} as tuned by check --tune"] if job.launches else [])
+def _machine(job: Job) -> list[str]:
+    limit, texts = job.limits.ram if job.on_gpu else job.limits.both, [job.machine.describe(job.on_gpu)]
+    if not job.options.assume and limit > (free := available_ram()):
+        texts.append(f"warning: the limit of {gib(limit)} is more than the {gib(free)} of RAM that are free")
+    texts += filter(None, [unmeasured_line(job.forecast, bool(job.options.assume))] if job.on_gpu else [])
+    return texts + ([f"{count(len(job.launches), 'kernel')} as tuned by check --tune"] if job.launches else [])
 
 
 def _steps(job: Job) -> str:
@@ -208,51 +188,48 @@ def _hosts(job: Job) -> list[str]:
     return [f"{shares}; {moved} a step through the network at {rate / 1e9:.2g} GB/s{share}"]
 
 
-def _evaluations(job: Job) -> str:
-    f, held = job.forecast, job.data.held_out
-    assert held is not None
+def _evaluations(job: Job) -> list[str]:
+    f, held = job.forecast, job.read and job.read.held_out
+    if not held:
+        return []
     n, tokens, each = f.work.evaluations, f.work.held_out, f"{compact(f.work.held_out)} tokens"
     if job.on_gpu:
         s = evaluation_s(f, job.eval_rows or held.n_sequences)
         each = f"{seconds(s)} = {duration(n * s)}"
     of = f"all {compact(tokens)}" if tokens == held.tokens else f"{compact(tokens)} of {compact(held.tokens)}"
-    return f"{n:,} x {each}, on {of} held-out tokens (--eval-every, --eval-tokens)"
+    return [f"{n:,} x {each}, on {of} held-out tokens (--eval-every, --eval-tokens)"]
+
+
+def _held(job: Job) -> tuple[int, int, int]:
+    """Bytes on the fullest GPU (on a CPU what stands for one), in RAM and on the SSD."""
+    rows = job.forecast.memory(all_gpus=not job.on_gpu).values()
+    gpu, ram, ssd = (sum(row[tier] for row in rows) for tier in ("gpu", "ram", "ssd"))
+    return gpu, ram, ssd
 
 
 def _memory(job: Job) -> str:
-    rows = job.forecast.memory(all_gpus=not job.on_gpu).values()
-    gpu, ram, ssd = (sum(row[tier] for row in rows) for tier in ("gpu", "ram", "ssd"))
-    if not job.on_gpu:
-        return f"{gib(gpu + ram)} of {gib(job.limits.both)} RAM (--verbose shows the parts)"
-    on_ssd = f", {gb(ssd)} on the SSD" if ssd else ""
-    used = f"{gib(gpu)} of {gib(job.limits.gpu)} GPU, {gib(ram)} of {gib(job.limits.ram)} RAM{on_ssd}"
-    return f"{used} (--verbose shows the parts)"
+    (gpu, ram, ssd), limits = _held(job), job.limits
+    used = f"{gib(gpu)} of {gib(limits.gpu)} GPU, {gib(ram)} of {gib(limits.ram)} RAM"
+    used = used if job.on_gpu else f"{gib(gpu + ram)} of {gib(limits.both)} RAM"
+    return f"{used}{f', {gb(ssd)} on the SSD' * bool(ssd)} (--verbose shows the parts)"
 
 
 def _disk(job: Job) -> str:
-    need, room = job.forecast.disk(), job.forecast.room
-    verdict = (
-        f", {gb(room)} free" if need <= room or not room else f": short by {gb(need - room)} of {gb(room)}; free some"
-    )
-    return f"up to {gb(need)} in {', '.join(dict.fromkeys([str(job.out), *job.options.store]))}{verdict}"
+    need, room, places = job.forecast.disk(), job.forecast.room, [str(job.out), *job.options.store]
+    verdict = f": short by {gb(need - room)} of {gb(room)}; free some" if room and need > room else f", {gb(room)} free"
+    return f"up to {gb(need)} in {', '.join(dict.fromkeys(places))}{verdict}"
 
 
 def _notes(job: Job) -> Iterator[str]:
     """What is likely wrong, and options that have no effect or an unexpected one."""
     o, total = job.options, job.total_steps
-    rope = next((spec.rope for spec in job.cfg.attentions), None)
-    rate, warmup = o.lr or 0.0, o.warmup_steps(total)
-    usual = 1e-3 if job.cfg.lora else 1e-4
+    rate, warmup, usual = o.lr or 0.0, o.warmup_steps(total), 1e-3 if job.cfg.lora else 1e-4
     if rate > UNUSUAL * usual:
         yield f"warning: --lr {rate:g} is far above what is usual for {'adapters' if job.cfg.lora else 'all weights'}"
     if warmup >= total > 1:
         last = learning_rate(total, total, rate, o.schedule, warmup)
         within = f"within its warm-up of {warmup:,} steps, at lr {last:.1e} of {rate:.1e}"
         yield f"warning: the run ends {within}. Lower --warmup"
-    if rope and rope.kind == "longrope" and job.seq_len > rope.original_positions:
-        yield "note: all rows take the long factors of longrope, where transformers takes the short ones for short rows"
-    if o.max_steps and o.epochs:
-        yield f"note: --max-steps {o.max_steps:,} decides, not --epochs {o.epochs:g}"
     if (o.eval_every not in (Options.eval_every, Every()) or o.eval_tokens) and job.read and not job.data.held_out:
         yield "note: nothing is evaluated, there is no held-out data. Give --val"
     if o.chat_template and job.read and not any(file.meta["counts"]["chats"] for file in job.data.files):
@@ -260,18 +237,17 @@ def _notes(job: Job) -> Iterator[str]:
     yield from (f"note: {note}" for note in job.opened.notes)
 
 
-def lighter(job: Job) -> dict[str, ModelConfig]:
+def _lighter(job: Job) -> dict[str, ModelConfig]:
     """The model with a quantized base, by the option, if what is frozen can be."""
-    cfg, o = job.cfg, job.options
-    if not cfg.frozen or cfg.packing or cfg.fp8 or o.resume:
+    cfg = job.cfg
+    if not cfg.frozen or cfg.packing or cfg.fp8 or job.options.resume:
         return {}
     return {"--base nf4": quantized(cfg, job.source, "nf4", job.opened.stored)[0]}
 
 
 def dry_line(job: Job) -> str:
     """What a dry run leaves behind."""
-    kept = job.read is not None and nbytes_of(job.read) < job.read.nbytes()
-    return f"Dry run: nothing written{' but tokens, in the cache for later runs' * kept}."
+    return f"Dry run: nothing written{' but tokens, in the cache for later runs' * bool(job.read)}."
 
 
 # ---------------------------------------------------------------- the whole run
@@ -283,13 +259,10 @@ def estimate(job: Job, done: int = 0, measured: bool = False, step_s: float | No
     """
     clock, total = screen.clock(), job.total_steps
     steps_s = (total - done) * (step_s or job.forecast.step.step_s)
-    known = dict[Part, float]()
-    if measured:  # a first event is left out if kernels were compiled in it
-        known |= {part: clock.last[part] for part in COMPLETE if clock.times[part] > job.on_gpu}
+    # A first event is left out if kernels were compiled in it.
+    known = {part: clock.last[part] for part in COMPLETE if measured and clock.times[part] > job.on_gpu}
     parts = estimated_parts(job.forecast, total - done, events(job, done, steps_s), known) | {"steps": steps_s}
-    if measured:
-        return parts | {"load": 0.0}
-    return parts | {"compile": compile_s(None if job.options.assume else job.device)}
+    return parts | ({"load": 0.0} if measured else {"compile": compile_s(None if job.options.assume else job.device)})
 
 
 def events(job: Job, done: int, steps_s: float | None) -> Events:
@@ -300,13 +273,12 @@ def events(job: Job, done: int, steps_s: float | None) -> Events:
         evaluations += total > done and not o.eval_every.due(total, total, 0)  # the last
     compares = job.read and job.preference and job.preference.compares and not done
     snapshots, bests = o.save_every.times(done, total, steps_s), max(0, evaluations - (done == 0) - 1)
+    exports = min(bests, snapshots) if job.forecast.kept else bests
     return Events(
         evaluations=evaluations,
         held_out=job.eval_rows or (held.n_sequences if held else 0),
         reference=job.data.n_sequences + (held.n_sequences if held else 0) if compares else 0,
-        exports=1
-        + (min(bests, snapshots) if job.forecast.kept else bests)
-        + o.export_every.times(done, total, steps_s),
+        exports=1 + exports + o.export_every.times(done, total, steps_s),
         snapshots=snapshots,
         samples=evaluations + 1 if job.opened.codec and not job.cfg.scores else 0,
         tokens=MAX_NEW,
@@ -316,9 +288,8 @@ def events(job: Job, done: int, steps_s: float | None) -> Events:
 
 def figures(job: Job) -> dict[str, Any]:
     """The figures of the report, for `plan` in Python."""
-    f, step_s = job.forecast, job.forecast.step.step_s if job.on_gpu else None
-    rows = f.memory(all_gpus=not job.on_gpu).values()
-    gpu, ram, ssd = (sum(row[tier] for row in rows) for tier in ("gpu", "ram", "ssd"))
+    f, (gpu, ram, ssd) = job.forecast, _held(job)
+    step_s = f.step.step_s if job.on_gpu else None
     writes = written(f, job.total_steps, events(job, 0, job.total_steps * step_s if step_s else None))
     return {
         "steps": job.total_steps,

@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 import shutil
 import sys
-import textwrap
 import threading
 import time
 import unicodedata
@@ -49,17 +48,11 @@ def wrapped(line: str, width: int) -> str:
     """A line divided between words for a terminal of this width; all but its first part are indented."""
     if cells(line) < width:
         return line
-    whole = COMMAND.sub(lambda match: match[0].replace(" ", "\0"), line)
-    space = max(20, width - 1)
-    if cells(whole) == len(whole):
-        wrap = textwrap.TextWrapper(space, subsequent_indent=" " * INDENT, break_long_words=False)
-        wrap.break_on_hyphens = False
-        return "\n".join(wrap.wrap(whole)).replace("\0", " ")
-    lines = [""]
-    for each in re.findall(r"\s*\S+", whole):  # wide characters may be divided anywhere
-        word = each
+    lines, space = [""], max(20, width - 1)
+    for piece in re.findall(r"\s*\S+", COMMAND.sub(lambda match: match[0].replace(" ", "\0"), line)):
+        word = piece
         while cells(lines[-1] + word) > space:
-            part = cut(word, space - cells(lines[-1])) if cells(word) > len(word) else ""
+            part = cut(word, space - cells(lines[-1])) if cells(word) > len(word) else ""  # wide: anywhere
             lines[-1], word = lines[-1] + part, word[len(part) :].lstrip()
             if not part and not lines[-1].strip():
                 break

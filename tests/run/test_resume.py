@@ -134,7 +134,7 @@ def test_a_finished_run_says_how_its_result_is_trained_further(checkpoint, tmp_p
 
 @pytest.mark.parametrize(("change", "culprit"), [
     (dict(batch_size=8), "--batch-size"), (dict(seq_len=32), "--seq-len"), (dict(dtype="bf16"), "--dtype"),
-    (dict(lora=4), "what is trained cannot change|lora of"), (dict(val="0.2"), "--val"), (dict(seed=7), "--seed"),
+    (dict(lora=4), "--lora"), (dict(val="0.2"), "--val"), (dict(seed=7), "--seed"),
     (dict(max_steps=1), "the run is at step 2"), (dict(micro_batch=1), "--micro-batch"),
     (dict(adam_bits=8), "--adam-bits"), (dict(method="classify"), "classify|score|label"),
 ])  # fmt: skip
@@ -171,13 +171,13 @@ def test_a_moved_run_goes_on(stopped_run, uninterrupted, tmp_path):
     assert (weights(moved), losses(moved)) == uninterrupted
 
 
-def test_a_moved_input_is_named_with_the_option_that_says_where(stopped_run, tmp_path, monkeypatch):
+def test_a_moved_input_is_named(stopped_run, tmp_path, monkeypatch):
     copy = tmp_path / "copy"
     shutil.copytree(stopped_run.out, copy)
     path = copy / "config.yaml"
     path.write_text(path.read_text().replace(stopped_run.data[0], "/nowhere/rows.txt"))
-    with pytest.raises(InputError, match="/nowhere/rows.txt is not there. .* --data PATH"):
-        cli.of_a_run({"resume": str(copy)})
+    with pytest.raises(InputError, match="/nowhere/rows.txt"):
+        train(cli.of_a_run({"resume": str(copy)}))
     assert cli.of_a_run({"resume": str(copy), "data": [stopped_run.data[0]]}).data == stopped_run.data
 
 
