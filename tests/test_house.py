@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 import zipfile
+from functools import cache
 from importlib import metadata
 from pathlib import Path
 
@@ -97,6 +98,7 @@ def area(room: str) -> str:
     return max((name for name in MAY_IMPORT if f"{room}/".startswith(f"{name}/")), key=len)
 
 
+@cache
 def imports(path: Path) -> list[tuple[str, bool]]:
     """(dotted module, whether it is imported at the top level) of every import in a file."""
     tree = ast.parse(path.read_text())

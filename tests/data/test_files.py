@@ -112,6 +112,7 @@ def test_what_a_file_holds(tmp_path, name, content, rows):
     assert rows in str(error.value)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("packing", PACKED)
 @pytest.mark.parametrize("kind", [".jsonl", ".json", ".csv", ".tsv", ".txt", ".parquet", ".arrow"])
 def test_the_same_rows_from_every_kind_of_file(tmp_path, kind, packing):
@@ -129,6 +130,7 @@ def test_the_same_rows_from_every_kind_of_file(tmp_path, kind, packing):
     assert rows_of(path) == AB
 
 
+@pytest.mark.full
 @given(
     rows=st.lists(st.dictionaries(st.text(max_size=3), st.none() | st.text() | st.lists(st.integers()), min_size=1)),
     indent=st.sampled_from([None, 0, 2]),

@@ -47,6 +47,7 @@ def body(notes, within):
     return run
 
 
+@pytest.mark.full
 def test_hosts_say_things_to_each_other(notes):
     def within(hosts):
         assert hosts.texts("é" * hosts.host) == ["", "é", "éé"]
@@ -84,6 +85,7 @@ def fails(which: int):
     return within
 
 
+@pytest.mark.full
 @pytest.mark.grid
 @pytest.mark.parametrize(("within", "culprit"), [(fails(1), "host 1"), (fails(0), "host 0"), (differs, "host 2")])
 def test_what_ends_one_host_is_said_by_all(notes, within, culprit):

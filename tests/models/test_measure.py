@@ -65,6 +65,7 @@ def test_flops_are_those_of_the_parameters(case):
         assert mixed == pytest.approx(costs.mixer_flops(layer, TOKENS, PAIRS))
 
 
+@pytest.mark.full
 @CASE
 def test_bytes_are_a_line_in_tokens_and_less_where_more_is_saved(case):
     cfg = config(case)

@@ -215,6 +215,7 @@ RELEASED = {  # name -> ((config.json, layers), parameters as the name or the ca
 }  # fmt: skip
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", RELEASED)
 def test_tensors_are_those_of_transformers(name):
     (raw, layers), billions = RELEASED[name]

@@ -18,22 +18,8 @@ from trireme.models.config import InputError
 OPTIONS = table(Options)
 # Words that a YAML file, a shell or another trainer would take for something else.
 STRANGE = [
-    "lora",
-    "qlora",
-    "full",
-    "no",
-    "yes",
-    "null",
-    "~",
-    "1e3",
-    "0",
-    "- x",
-    "${name}",
-    "{a}",
-    "#b",
-    "a: b",
-    "*",
-    "'",
+    *("lora", "qlora", "full", "no", "yes", "null", "~", "1e3", "0", "- x"),
+    *("${name}", "{a}", "#b", "a: b", "*", "'"),
 ]
 TEXT = st.one_of(st.sampled_from(STRANGE), st.text(string.printable, min_size=1).filter(lambda text: text.strip()))
 PATH = st.one_of(st.sampled_from(["lora", "part-[12].txt:0.5", "a,b", "chatml", "../x", "/y", "ü"]), TEXT)

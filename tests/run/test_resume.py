@@ -93,6 +93,7 @@ def test_a_run_that_stops_before_its_first_snapshot_leaves_nothing_or_begins_aga
 # ---------------------------------------------------------------- longer runs
 
 
+@pytest.mark.full
 def test_a_finished_run_goes_on_where_its_state_was_kept(checkpoint, tmp_path, capsys):
     """Two and four steps more are six steps, while the rate is constant."""
     whole = options(checkpoint, tmp_path / "whole", "ram", schedule="constant", warmup=0.0, val="0.2", export="best")

@@ -76,6 +76,7 @@ def test_a_base_of_which_a_file_is_missing(device, tmp_path):
         CheckpointBase({0: layout}, source, {name: name}, device)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", ["llama", "gpt2", "qwen3 moe"])
 def test_a_base_read_in_place_trains_the_same(case, device, tmp_path):
     """Slots that are let go of are poisoned: only what was read and copied is there."""

@@ -172,6 +172,7 @@ def engine(cfg, source, adapters=None, tier="ssd"):
     return e
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", OURS)
 def test_our_own_is_opened_by_peft_and_comes_back_as_it_went(case, tmp_path):
     reference, cfg = oracle(*CASES[case])
@@ -197,6 +198,7 @@ MIXTURES = ("qwen2 moe among dense layers", "mixtral", "gpt oss", "glm4 moe", "e
             "deepseek v3", "granite 4 hybrid with experts", "nemotron 3", "qwen3 next", "gemma4, experts")  # fmt: skip
 
 
+@pytest.mark.full
 @pytest.mark.grid
 @pytest.mark.parametrize("case", MIXTURES)
 def test_peft_opens_all_linear_layers_of_a_mixture(case, tmp_path):
