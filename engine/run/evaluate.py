@@ -264,12 +264,11 @@ def sample(
     shown = [codec.decode(ids) for ids in asked]
     eos = frozenset([codec.facts.eos]) if codec.facts.eos is not None else frozenset[int]()
     places, dtype = [e.queues.devices[e.gpu(u)] for u in range(e.cfg.n_units)], DTYPE[e.plan.dtype]
-    layers = lambda: stream_layers(e)
-    try:
-        if not all(asked):
-            raise torch.OutOfMemoryError
-        out = generate(e.cfg, layers, asked, max_new, eos=eos, places=places, dtype=dtype, enough=enough)
-    except torch.OutOfMemoryError:
+    layers, out = lambda: stream_layers(e), None
+    with suppress(torch.OutOfMemoryError):
+        if all(asked):
+            out = generate(e.cfg, layers, asked, max_new, eos=eos, places=places, dtype=dtype, enough=enough)
+    if out is None:
         let_go(e)
         return [Sample(prompt, NO_ROOM, True) for prompt in shown]
     return [Sample(p, codec.decode(ids), bool(ids) and ids[-1] in eos) for p, ids in zip(shown, out, strict=True)]

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
     from trireme.engine.hosts.host_snapshots import RunSnapshot
 
 RUN, STATE, NOTE, REFERENCE = ".run", "state.json", "best.json", "reference.npz"
-LOGS = ("config.yaml", "log.jsonl", "report.html", "trace.json")
+LOGS = ("config.yaml", "log.jsonl", "report.html", "trace.json", "plan.json")
 ADAPTER = "adapter_model.safetensors"
 OF_HOST = (STATE, "log.jsonl", ".*.partial", "*/.*.partial", "tokens/*.tokens", "tokens/*.npz", "tokens/stdin*")
 OF_RUN = (REFERENCE, "*.new/*", "teacher/scores.json", "teacher/*/part-*.safetensors")
@@ -256,11 +256,7 @@ def new(options: Options) -> Iterator[Folder]:
     else:
         check_free(out, options.model)
     run = run_folder(out)
-    try:
-        made = make_folder(run)
-    except OSError as error:
-        raise InputError(f"--out {out} cannot be made ({error.strerror}). Name another folder.") from error
-    with _locked(out, run, made) as folder:
+    with _locked(out, run, make_folder(run)) as folder:
         if not group.host:
             group.meet()
         folder.stores = stores(options)

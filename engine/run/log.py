@@ -26,7 +26,7 @@ Record = dict[str, Any]  # of a step or evaluation
 Tracker = tuple[Callable[[Record], object], Callable[[], object]]  # (add, close)
 LAST = 50  # steps from which the rest is estimated
 APART = 10.0  # seconds between lines of steps that stay
-DOUBLED = 2.0  # of the smoothed loss at the beginning: the run diverges
+DOUBLED, NOISE, FEWEST = 2.0, 2.0, 3  # the run diverges at twice the first loss and more than noise, in some steps
 KEPT = (*page.DRAWN, "step_time_s", "tokens", "trained_tokens", "eval_time_s")  # in memory, of each record
 HOW = "Log in with `wandb login`, or set WANDB_MODE=offline"
 SHOWN = {"ce": "ce", "kl": "kl", "accuracy": "accuracy", "rewards/accuracies": "accuracy", "rewards/margins": "margin"}
@@ -62,8 +62,8 @@ class Log:
         tenth = step * 10 // total > (step - 1) * 10 // total and now - self.stayed >= APART
         self.stayed = now if tenth else self.stayed
         screen.show(line_of(record, total, None if step == total else self.left(step)), tenth or step == total)
-        first, last = self.smoothed
-        if not self.diverges and step > 2 and last > DOUBLED * abs(first):
+        first, last = self.first_and_recent
+        if not self.diverges and len(self.steps) >= FEWEST and last > DOUBLED * abs(first) + NOISE:
             self.diverges = True
             screen.warn(f"the loss rises, {first:.4g} -> {last:.4g}: the run diverges. Lower --lr")
 
@@ -71,6 +71,12 @@ class Log:
         """Logs an evaluation."""
         self._add(record)
         self.evaluated += record["eval_time_s"]
+
+    @property
+    def first_and_recent(self) -> tuple[float, float]:
+        """The loss of the first step, before any update, and the mean of the last ones. There is a step."""
+        recent = self.steps[-max(FEWEST, min(LAST, len(self.steps) // 10)) :]
+        return self.steps[0]["loss"], sum(record["loss"] for record in recent) / len(recent)
 
     @property
     def smoothed(self) -> tuple[float, float]:

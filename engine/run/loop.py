@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import difflib
+import json
 import math
 import time
 import zlib
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -108,7 +109,8 @@ def train(options: Options, others: Sequence[Tracker] = ()) -> Path:
             screen.forgive()
             Run(Training(job, place, begun), [*others, *own], lines).go()
     if options.push and not here().host:
-        upload(out, options.push)
+        screen.say(f"push     to {options.push}; if that fails, again: trireme push {quoted(out)} {options.push}")
+        push.upload(out, options.push)
     return out
 
 
@@ -214,17 +216,6 @@ def with_teacher(job: Job, place: Folder, begun: Snapshot | None) -> Job:
     return replace(job, read=replace(data, held_out=taught.get("val")))
 
 
-def upload(out: Path, name: str) -> None:
-    again = f"The run is done; to upload it: trireme push {quoted(out)} {name}"
-    try:
-        push.upload(out, name)
-    except (InputError, OSError) as error:
-        raise InputError(f"{str(error).rstrip('.')}. {again}") from None
-    except KeyboardInterrupt:
-        screen.urgent(f"interrupted. {again}")
-        raise Interrupted from None
-
-
 class Run:
     """The loop over the steps of a run."""
 
@@ -255,17 +246,13 @@ class Run:
             stack.enter_context(in_use(self.job.launches))
             stack.callback(self.log.close)
             stack.enter_context(closing(self.training))
-            try:
-                self.load()
-                job = self.job
-                self.evaluator = Evaluator(self.training.engine, job.rows, job.seq_len, job.n_micro)
-                with stop_signals(self.stop.ask, self.stop.insist), closing(Ahead(self.batch)) as ahead:
-                    self.steps(ahead)
-                    self.end()
-            except BaseException as error:
-                if not isinstance(error, Interrupted):
-                    here().failed(error)  # before cleanup that waits for other hosts
-                raise
+            stack.push(lambda _, error, __: tell_hosts(error))
+            self.load()
+            job = self.job
+            self.evaluator = Evaluator(self.training.engine, job.rows, job.seq_len, job.n_micro)
+            with stop_signals(self.stop.ask, self.stop.insist), closing(Ahead(self.batch)) as ahead:
+                self.steps(ahead)
+                self.end()
 
     def load(self) -> None:
         """Loads the engine. A signal takes effect between two pieces, when no request to a drive is in flight."""
@@ -468,7 +455,9 @@ class Run:
             speed = f"predicted {predicted.step_s:.3g} s a step, measured {seconds:.3g} s; " if job.on_gpu else ""
             screen.say(f"ready    {speed}{count(left, 'more step')} in {duration(after['steps'])}; {ready_line(after)}")
         if choice:
-            way = f"interrupt the run, then: trireme --resume {quoted(job.out)}"
+            path = job.out / "plan.json"
+            replace_synced(path, json.dumps(asdict(choice.plan)).encode())
+            way = f"interrupt the run, then: trireme --resume {quoted(job.out)} --plan {quoted(path)}"
             screen.say(f"plan     another placement would take {choice.step.step_s:.3g} s a step: {way}")
 
     # ------------------------------------------------------------ evaluations
@@ -550,19 +539,21 @@ class Run:
         with screen.clock().at("close"), training.watched("close"):
             training.close()
             self.log.sync()
+        self.draw(took_line(screen.clock(), self.estimated))  # the last file that a kill could leave half written
+        with screen.clock().at("close"), training.watched("close"):
             here().meet()  # hosts besides the first have nothing that is output
             self.place.finish(o.keep_state, aside if not here().host else None, training.again)
-        took = took_line(screen.clock(), self.estimated)
-        self.draw(took)
         for line in self.about_output(aside) if not here().host else ():
             screen.say(line)
-        screen.say(f"took     {took}")
+        screen.say(f"took     {took_line(screen.clock(), self.estimated)}")
 
     def warn_of_worse(self, best: bool) -> None:
         """Warns if the run has diverged, or its output is not better than the model before training."""
-        (first, last), start = self.log.smoothed, self.done.start
-        if self.log.diverges and not last < first:
-            screen.warn(f"the run has diverged, loss {first:.4g} -> {last:.4g}: the output is of no use. Lower --lr")
+        start = self.done.start
+        if self.log.diverges:
+            first, last = self.log.first_and_recent
+            if not last < first:
+                screen.warn(f"the run diverged, loss {first:.4g} -> {last:.4g}: the output is of no use. Lower --lr")
         loss = self.done.best if best else self.log.evals[-1]["eval_loss"] if self.log.evals else None
         if start is not None and loss is not None and not loss < start:
             figures = f"eval_loss {loss:.4f}, before training {start:.4f}"
@@ -585,6 +576,12 @@ class Run:
         else:
             use = f"trireme merge {out} --out DIR; or as an adapter of peft for {hub.base_of(o.model)[0]}"
         return [*lines, f"use it   {use}", f"again    trireme --config {out}/config.yaml"]
+
+
+def tell_hosts(error: BaseException | None) -> None:
+    """Tells other hosts why this one ends, before cleanup that waits for them."""
+    if error is not None and not isinstance(error, Interrupted):
+        here().failed(error)
 
 
 def load_record(load: Load | None) -> Record:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -223,15 +222,12 @@ class Training:
                 self._check_frozen(exchange.base)
 
     def _read_snapshot(self, progressed: Callable[[int], None]) -> None:
-        placement, first = self.engine.placement, self.store.paths[0]
-        if {name: shard.layout for name, shard in self.store.shards.items()} != {
-            shard.name: shard.layout for shard in placement.shards()
-        }:
-            raise StoreError(errno.EINVAL, "is the state of another model, or in other shards", str(first))
+        placement, stored = self.engine.placement, {name: shard.layout for name, shard in self.store.shards.items()}
+        assert stored == {shard.name: shard.layout for shard in placement.shards()}, "what a run keeps decides these"
         try:
             load_from_store(placement, progressed)
         except Damaged as damage:
-            way = way_back(first / self.store.snapshots[-1].folder)
+            way = way_back(self.store.paths[0] / self.store.snapshots[-1].folder)
             raise StoreError(damage.errno, f"{DAMAGED}. {way}", damage.filename) from damage
 
     def _check_frozen(self, base: dict[str, str]) -> None:

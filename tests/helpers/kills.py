@@ -73,6 +73,8 @@ PARTS = {
     "classes": Place(FAR, dict(gradients="ssd"), ("--method", "classify"), data="classes.jsonl"),
 }
 EVERYWHERE = PLACES | PARTS
+TEACHER = ("--teacher", "MODEL", "--top-k", "8")
+KINDS = EVERYWHERE | {"taught": Place(UnitPlan("ram", "ram"), {}, TEACHER)}  # which is not killed
 TIMED = ("config.yaml", "log.jsonl", "report.html")  # files that hold times or paths
 STOP = 5  # the step that a stopped run ends with: after a snapshot and the best checkpoint
 GOLDEN = 0.6180339887498949  # its multiples, modulo 1, are spread evenly however many there are
@@ -101,13 +103,15 @@ def run(
     late: int = 0,
     after: float | None = None,
     stop: int = 0,
+    cache: Path | None = None,
 ) -> Ended:
     """Runs the command, killed before file event `before` under the folder `inside` (counted from 1), or event `late`
-    since its last step, or after some seconds, or asked to stop in step `stop`."""
+    since its last step, or after some seconds, or asked to stop in step `stop`. `cache`: the user's, if there is one.
+    """
     note, said = mmap.mmap(-1, 64), tempfile.TemporaryFile()  # noqa: SIM115, gone with the process
     pid = fork()
     if not pid:
-        _command(argv, place, stop, said.fileno(), lambda: watch_files(str(inside), before, late, note))
+        _command(argv, place, stop, said.fileno(), lambda: watch_files(str(inside), before, late, note), cache)
     over = os.pidfd_open(pid)
     try:
         if after is not None and not select.select([over], [], [], after)[0]:
@@ -121,14 +125,17 @@ def run(
     return Ended(code, text, events, name, events - first if first else 0, over - first if over else 0)
 
 
-def _command(argv: list[str], place: Place, stop: int, said: int, watch: Callable[[], None]) -> None:
+def _command(
+    argv: list[str], place: Place, stop: int, said: int, watch: Callable[[], None], cache: Path | None
+) -> None:
     code = 1
     try:
         for fd in (1, 2):
             os.dup2(said, fd)
         sys.stdout, sys.stderr = (os.fdopen(fd, "w", buffering=1, closefd=False) for fd in (1, 2))
         evaluate.LONGEST = 0.0  # a sample is one token
-        evaluate.cache_folder = lambda: None  # each run computes the reference
+        evaluate.cache_folder = lambda: cache  # None: each run computes the reference
+        job.shared_tokens = lambda: cache and cache / "tokens"
         real, evaluates, steps = evaluate.Evaluator.loss, loop.Run.evaluate, [0]
 
         def worse(*given):
@@ -218,24 +225,40 @@ class Whole:
     seconds: float
 
 
-@dataclass(frozen=True)
-class Bench:
-    """A folder with a small model, its data, a plan for each of PLACES and PARTS, and what undisturbed runs come to."""
+class Wholes(dict[str, Whole]):
+    """What undisturbed runs come to, by kind: each is done when it is needed first."""
 
-    folder: Path
-    whole: dict[str, Whole]
+    def __init__(self, bench: Bench):
+        super().__init__()
+        self.bench = bench
+
+    def __missing__(self, kind: str) -> Whole:
+        out, began = self.bench.folder / f"whole {kind}", time.monotonic()
+        ended = run(self.bench.command(kind, out), self.bench.folder, KINDS[kind])
+        assert ended.code == 0, ended.said
+        counts, seconds = (ended.events, ended.ending, ended.finished), time.monotonic() - began
+        self[kind] = Whole(files_of(out), records_of(out), *counts, seconds)
+        return self[kind]
+
+
+class Bench:
+    """A folder with a small model, its data, and a plan for each of KINDS."""
+
+    def __init__(self, folder: Path):
+        self.folder, self.whole = folder, Wholes(self)
 
     def command(self, place: str | None, out: Path, store: Path | None = None) -> list[str]:
         plan = ["--plan", str(self.folder / f"{place}.json")] if place else []
-        data = EVERYWHERE[place].data if place else "text.txt"
+        of, model = KINDS[place] if place else None, str(self.folder / "model")
+        data = of.data if of else "text.txt"
         return [
-            *(str(self.folder / "model"), "--data", str(self.folder / data), "--out", str(out), *plan),
+            *(model, "--data", str(self.folder / data), "--out", str(out), *plan),
             *("--seq-len", "16" if data == "pairs.jsonl" else "32", "--batch-size", "4", "--micro-batch", "2"),
             *("--max-steps", "8", "--lr", "0.03"),
             *("--schedule", "constant", "--val", "0.1", "--eval-every", "3", "--save-every", "2", "--device", "cpu"),
             *("--gpu-memory", "64MiB", "--ram", "64MiB", "--show-example", "0"),
             *(("--store", str(store)) if store else ()),
-            *(EVERYWHERE[place].options if place else ()),
+            *(model if word == "MODEL" else word for word in (of.options if of else ())),
         ]
 
     def differs(self, place: str, out: Path) -> str:
@@ -249,8 +272,8 @@ class Bench:
 
 
 def make_bench(folder: Path) -> Bench:
-    """Makes model, data and plans, and does the undisturbed runs."""
-    bench = Bench(folder, {})
+    """Makes model, data and plans."""
+    bench = Bench(folder)
     stories.make_text(folder / "text.txt", 40, seed=1)
     pair = lambda i: dict(prompt=f"{i} is", chosen=f" {i}", rejected=f" {i + 1}")
     (folder / "pairs.jsonl").write_text("".join(f"{json.dumps(pair(i))}\n" for i in range(60)))
@@ -259,16 +282,10 @@ def make_bench(folder: Path) -> Bench:
     with mock.patch.multiple(stories, WIDTH=32, FFN=48, LAYERS=2, HEADS=2, KV_HEADS=1, VOCAB=300):
         stories.make_checkpoint(folder / "model", folder / "text.txt", seed=1)
     first = job.make(cli.parse(bench.command(None, folder / "planned"))[1]).plan
-    for name, place in EVERYWHERE.items():
+    for name, place in KINDS.items():
         end = replace(place.unit, saved=())
         units = (end, *(place.unit,) * (len(first.units) - 2), end)
         write_plan(replace(first, units=units, record=1 << 12, piece=1 << 12, **place.plan), folder / f"{name}.json")
-        out, begun = folder / f"whole {name}", time.monotonic()
-        ended = run(bench.command(name, out), folder, place)
-        assert ended.code == 0, ended.said
-        seconds = time.monotonic() - begun
-        counts = ended.events, ended.ending, ended.finished
-        bench.whole[name] = Whole(files_of(out), records_of(out), *counts, seconds)
     return bench
 
 
@@ -345,6 +362,7 @@ def merge_trial(bench: Bench, seed: int) -> Trial:
     """`merge` of a finished run's adapters, killed up to three times and given again until it has an end."""
     dice, made, place = random.Random(seed), Trial(seed, "merge"), EVERYWHERE["adapters"]
     folder, whole = bench.folder / f"merge-{seed}", bench.folder / "merged"
+    assert bench.whole["adapters"].files
     command = lambda out: ["merge", str(bench.folder / "whole adapters"), "--out", str(out)]
     if "merge" not in bench.whole:
         begun = time.monotonic()
@@ -371,18 +389,18 @@ def merge_trial(bench: Bench, seed: int) -> Trial:
 
 
 def stopped(bench: Bench, place: str) -> Path:
-    """The folder of a run that was asked to stop in step STOP."""
-    out = bench.folder / f"stopped {place}" / "out"
-    if not out.exists():
-        out.parent.mkdir()
-        ended = run(bench.command(place, out), out.parent, EVERYWHERE[place], stop=STOP)
+    """The folder of a run that was asked to stop in step STOP: out, store, cache."""
+    folder = bench.folder / f"stopped {place}"
+    if not folder.exists():
+        folder.mkdir()
+        command, where = bench.command(place, folder / "out", folder / "store"), KINDS[place]
+        ended = run(command, folder, where, stop=STOP, cache=folder / "cache")
         assert ended.code == 130, ended.said
-    return out
+    return folder
 
 
 def copied(bench: Bench, place: str, name: str) -> Path:
     """A copy of that folder; hard links stay links."""
     folder = bench.folder / name
-    folder.mkdir()
-    subprocess.run(["cp", "-a", str(stopped(bench, place)), str(folder / "out")], check=True, timeout=300)
-    return folder / "out"
+    subprocess.run(["cp", "-a", str(stopped(bench, place)), str(folder)], check=True, timeout=300)
+    return folder
