@@ -49,6 +49,7 @@ def test_a_document_that_is_dropped(tmp_path):
     assert (made.n_documents, made.meta["max_id"], made.nbytes) == (1, 2, 4)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("part", ["npz", "tokens"])
 @pytest.mark.parametrize("how", ["gone", "cut", "flipped", "empty", "longer"])
 def test_damaged_files_are_made_again(tmp_path, part, how):

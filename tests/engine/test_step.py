@@ -193,6 +193,7 @@ def test_half_blocks_are_the_same_to_the_bit(model, dtype, n_micro, clip):
         check(plan, RealQueues("cpu", extra=("poison",)), model, clip)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("late", "window", "model"),
     [
@@ -209,6 +210,7 @@ def test_evaluations_samples_and_flushes_between_steps_change_nothing(model, win
         check(plan, RealQueues("cpu", extra=("poison",)), model, between=between)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("model", ["packed", "packed in blocks", "packed in nvfp4", "packed in fp8", "latent"])
 @pytest.mark.parametrize("at_once", [1, 2, 100])
 def test_where_packed_experts_are_cut_changes_no_bit(model, at_once):
@@ -223,6 +225,7 @@ def test_where_packed_experts_are_cut_changes_no_bit(model, at_once):
 SLICED = [name for name, cfg in MODELS.items() if narrow.may_be_sliced(cfg)]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("model", "base", "slices", "at_once"),
     [(model, TIERS[(2 - i) % 3], *((2, 1), (3, 0), (100, 0))[i // 2 % 3]) for i, model in enumerate(SLICED)],

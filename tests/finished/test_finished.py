@@ -177,6 +177,7 @@ REFUSED = {  # case -> (words, what the line names); FULL, CLASSES, ADAPTER: fol
 }
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_cannot_be_done_is_one_line(case, finished, said, tmp_path, monkeypatch, byte_model):
     monkeypatch.chdir(tmp_path)

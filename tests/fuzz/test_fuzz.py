@@ -4,7 +4,7 @@ import pytest
 from mutations import attack
 from targets import TARGETS
 
-pytestmark = pytest.mark.grid
+pytestmark = pytest.mark.full
 
 
 @pytest.mark.parametrize("name", TARGETS)

@@ -110,6 +110,7 @@ def test_weights_then_moments_leave_the_same_bits(split, grad_dtype, monkeypatch
     both(in_parts, tensors)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("grad_dtype", [BF16, F32])
 def test_across_records(split, grad_dtype):

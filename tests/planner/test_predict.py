@@ -113,6 +113,7 @@ def test_a_frozen_matrix_has_one_product_in_backward():
     assert seconds(ADAPTED, "loss") / seconds(SMALL, "loss") == pytest.approx(2 / 3, rel=1e-3)
 
 
+@pytest.mark.full
 @settings(max_examples=40, deadline=None)
 @given(
     st.sampled_from(

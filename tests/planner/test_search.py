@@ -193,6 +193,7 @@ def test_without_a_drive_what_memory_does_not_hold_is_refused():
         choose(SMALL, Limits(200 * MIB, 200 * MIB), replace(RATES, **NO_DRIVE), WANTED)
 
 
+@pytest.mark.full
 def test_placements_that_are_asked_for_stay():
     wanted = replace(WANTED, mode="backward", placement="state-ssd")
     assert {unit.state for unit in choose(SMALL, Limits(GIB, GIB), RATES, wanted).plan.units} == {"ssd"}

@@ -50,6 +50,7 @@ def wait_for(out: Path, step: int) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.full
 @pytest.mark.grid
 @pytest.mark.parametrize("more", [
     dict(val="0.2", eval_every=every("2"), export="best", lr=0.03),

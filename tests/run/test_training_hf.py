@@ -121,6 +121,7 @@ def test_twenty_steps_in_fp32(family):
         assert norm == pytest.approx(expected_norm, rel=5e-3)  # 1.01e-3 without vector instructions
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("family", ["granite", "gemma3_text", "gpt2"])
 def test_neftune(family):
     """Noise on what the module of embeddings gives, as transformers adds it; the same noise in both."""
@@ -166,6 +167,7 @@ IN_BF16 = [name for name in FAMILIES if name not in ("gemma3_text", "gpt_oss", "
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("family", IN_BF16)
 def test_twenty_steps_in_bf16(family, device):

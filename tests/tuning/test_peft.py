@@ -417,6 +417,7 @@ for inner in hf.WRAPPERS:
     REFUSED[inner] = tensors(lambda t, inner=inner: t.update({f"{PREFIX}{inner}x": torch.ones(1)})), "without it"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("case", REFUSED)
 def test_what_is_no_adapter_of_this_model_is_one_line(case, tmp_path):
     adapter, cfg = make(tmp_path, target_modules=BOTH)

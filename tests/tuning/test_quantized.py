@@ -92,6 +92,7 @@ def test_mxfp4_is_that_of_its_specification():
 EVEN = dict(hidden_size=64, intermediate_size=96, moe_intermediate_size=32, head_dim=16)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("model_type", "keys"), [("qwen3", LLAMA), ("qwen3_moe", MIXTURE)])
 @pytest.mark.parametrize("base", BASES)
 def test_adapters_are_trained_as_on_the_quantized_checkpoint(tmp_path, base, model_type, keys):
