@@ -500,23 +500,6 @@ def test_what_a_killed_compiler_leaves_is_removed_by_the_next(fresh, monkeypatch
     assert not list((tmp_path / "tmp").glob("cc*"))
 
 
-@pytest.mark.parametrize(
-    ("body", "said"),
-    {
-        "silent": ("exit 1", "fails: exit code 1."),
-        "long": ("yes warning | head -1000 >&2; echo 'x.cpp:1: error: no' >&2; exit 1", "fails: x.cpp:1: error: no."),
-        "idle": ("exit 0", "fails: no library is written."),
-        "endless": ("exec sleep 60", "has not ended in 0 s."),
-    }.values(),
-)
-def test_a_compiler_that_fails_is_named_in_one_line(fresh, monkeypatch, tmp_path, body, said):
-    monkeypatch.setattr(host_adamw, "PATIENCE", 0.2 if "sleep" in body else 60)
-    path = compiler(tmp_path, body)
-    monkeypatch.setenv("CXX", str(path))
-    assert host_adamw.library() is None
-    assert host_adamw.why_slow() == f"{path} {said} Repair it, or set CXX to another C++ compiler"
-
-
 def test_what_a_compiler_that_does_not_end_has_started_ends_with_it(fresh, monkeypatch, tmp_path):
     monkeypatch.setattr(host_adamw, "PATIENCE", 1)
     monkeypatch.setenv("CXX", str(compiler(tmp_path, f"sleep 60 & echo $! > {tmp_path}/pid; wait")))

@@ -117,22 +117,6 @@ def test_what_does_not_fit_is_offered_otherwise(here, capsys):
         assert cli.main([*words.split(), *offer.partition(",")[0].split()]) == 0, offer
 
 
-@pytest.mark.full
-def test_options_of_a_free_kind_are_advised_before_hardware(capsys):
-    words = "--shape llama-3.3-70b --lora 16 --batch-size 1 --dry-run --assume gpu=rtx4090,ram=64GiB,ssd=2TB"
-    assert cli.main(words.split()) == 0
-    faster = [line for line in capsys.readouterr().out.splitlines() if line.startswith("faster")]
-    assert "--base nf4" in faster[0]
-
-
-@pytest.mark.full
-def test_machines_are_shown_side_by_side(capsys):
-    words = "--shape llama-3.3-70b --lora 16 --batch-size 1 --dry-run --assume gpu=rtx4090,ram=32,64,96GiB,ssd=2TB"
-    assert cli.main(words.split()) == 0
-    out = capsys.readouterr().out
-    assert [name for name in ("ram=32GiB", "ram=64GiB", "ram=96GiB") if name in out] == re.findall(r"ram=\d+GiB", out)
-
-
 def test_data_without_a_tokenizer_is_counted_by_its_bytes(here, capsys):
     words = "--shape qwen3-8b --data stories.txt --dry-run --assume gpu=h200,ram=500GiB"
     assert cli.main(words.split()) == 0
