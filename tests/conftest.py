@@ -44,11 +44,12 @@ RATES = {"copy": 6.5e9, "task": 8e-5, "h2d": 3.3e9, "d2h": 3.3e9, "dram": 1.2e10
 
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by marker
 def pytest_collection_modifyitems(items):
-    """Marks all cases of a `grid` but the first `full`, and skips those of a GPU where there is none."""
+    """Marks cases of a `grid` but the named ones, or the first, `full`; skips those of a GPU where there is none."""
     seen = set()
     for item in items:
         function = item.nodeid.partition("[")[0]
-        if item.get_closest_marker("grid") and function in seen:
+        grid = item.get_closest_marker("grid")
+        if grid and (item.callspec.id not in grid.args if grid.args else function in seen):
             item.add_marker("full")
         seen.add(function)
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():

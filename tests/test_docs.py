@@ -2,29 +2,12 @@
 
 import os
 import re
-import shlex
 import subprocess
 from pathlib import Path
 
 import pytest
 
-from trireme.engine.run.cli import parse
-
 ROOT = Path(__file__).parents[1]
-
-
-def commands_of(page: str) -> list[list[str]]:
-    """Words behind `trireme` in a page's blocks."""
-    blocks = "".join(re.findall(r"^```\w*\n(.*?)^```", page, re.DOTALL | re.MULTILINE)).replace("\\\n", " ")
-    return [shlex.split(line, comments=True) for line in re.findall(r"\btrireme (.*)", blocks)]
-
-
-def test_commands_of_the_page_on_long_runs_are_understood():
-    found = commands_of((ROOT / "docs/several.md").read_text())
-    started = [words for words in found if "--resume" not in words and not {"…", "."} & set(words)]
-    assert len(started) >= 2
-    for words in started:
-        assert parse([word.strip('"') for word in words])[1]
 
 
 @pytest.mark.parametrize(("code", "queued"), [(0, False), (130, True), (2, False)])

@@ -35,6 +35,7 @@ def oracle_run(model, ids, labels, lengths):
 IN_FP64 = [case for case, (model_type, _) in CASES.items() if FAMILIES[model_type].scan or FAMILIES[model_type].layers]
 
 
+@pytest.mark.grid("granite 4 hybrid with experts", "qwen3.5", "nemotron 3")
 @pytest.mark.parametrize("case", IN_FP64)
 def test_where_rounding_grows_in_fp64(case):
     """In recurrences of random weights, and of scores that are not scaled; experts change: fp32 is no oracle."""
@@ -43,6 +44,7 @@ def test_where_rounding_grows_in_fp64(case):
     check_as_transformers(case, "F64", most, InDouble())
 
 
+@pytest.mark.grid("gpt2", "llama 3.1 rope", "gemma2", "qwen3 moe", "gpt oss", "deepseek v3")
 @pytest.mark.parametrize("case", [case for case in CASES if case not in IN_FP64])
 def test_as_transformers(case):
     check_as_transformers(case, "F32", 1e-5)
