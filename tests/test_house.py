@@ -34,7 +34,7 @@ BUDGETS = {
     "engine/tuning/**": 2076,  # 1900
     "engine/run/**": 6560,  # 5000
     "scripts/**": 2600,
-    "tests/**": 25214,  # 25000
+    "tests/**": 25177,  # 25000
 }
 MOST_LINES_OF_PROSE = 3200  # README, docs and the other pages
 MOST_LINES_OF_README = 140

@@ -1,6 +1,5 @@
 """The compiled CPU AdamW against the torch reference: equal bits, whatever the shape, alignment or thread count."""
 
-import _ctypes
 import os
 import shutil
 import signal
@@ -331,14 +330,6 @@ def test_updates_together(compiled, monkeypatch):
         reference.adamw_(*tensors, torch.ones(1), **HYPER, n_decay=3, step=2)
     for a, b in zip(got, want, strict=True):
         assert_same_bits(a, b)
-
-
-@needs_compiler
-def test_calls_let_go_of_the_interpreter():
-    """A function of ctypes.CDLL runs without the GIL, one of PyDLL does not."""
-    lib = host_adamw.library()
-    for name in host_adamw.FUNCTIONS:
-        assert not getattr(lib, f"trireme_{name}")._flags_ & _ctypes.FUNCFLAG_PYTHONAPI
 
 
 # ---------------------------------------------------------------- building

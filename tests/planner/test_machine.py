@@ -18,13 +18,12 @@ from trireme.engine.planner import host
 from trireme.engine.planner.machine import drive_speeds, note_drives, note_pinned, pinnable, this_machine, with_drives
 from trireme.engine.planner.predict import WITHIN
 from trireme.engine.planner.probe import cache, compute, copies, drive, processor, starts
-from trireme.engine.planner.rates import ENDURANCE, Machine, Rates, rates_of
+from trireme.engine.planner.rates import ENDURANCE, Machine, rates_of
 from trireme.engine.planner.sizes import find_model
 from trireme.engine.queues import cgroups
 from trireme.kernels.host_adamw import Workers
 from trireme.models.config import InputError
 from trireme.models.sizes import measure
-from trireme.models.sizes.costs import recurrence_flops
 
 CPU = torch.device("cpu")
 SCAN = HYBRID.layers[0].scan
@@ -440,39 +439,12 @@ def test_unequal_gpus_have_limits_and_rates_of_their_own(cards, monkeypatch, tmp
     assert (nearly.gpu, nearly.less) == (39.5 * gib - host.GPU_RESERVE, ()), "as much as each has"
 
 
-@pytest.mark.parametrize("delta", [False, True])
-def test_shares_of_a_recurrence(delta, monkeypatch):
-    own = replace(SCAN, key_dim=6, value_dim=5, delta=delta)
-    monkeypatch.setattr(compute, "timed", lambda run, device: 0.5 if run() is not None else 0.0)
-    found = compute.scan_shares(CPU, torch.float32, own, 1e6, (40, 24))
-    assert found["scan"] == recurrence_flops(own, 64) / 0.5 / 1e6
-    assert found["scan_backward"] == pytest.approx(2.5 * found["scan"])
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["qwen3.5-27b", "falcon-h1-7b"])
 def test_shares_of_a_recurrence_on_a_gpu(name):
     cuda = torch.device("cuda")
     found = compute.scan_shares(cuda, torch.bfloat16, find_model(name).scan, compute.matmul_rate(cuda, torch.bfloat16))
     assert all(0.01 < share < 0.6 for share in found.values()), found
-
-
-def test_a_models_recurrence_is_measured_once_for_its_shape(cards, monkeypatch, tmp_path, folder):
-    rates = {"copy": 1e12, "h2d": 2e10, "d2h": 2e10, "duplex": 0.9, "adam": 2e9, "dram": 7e10}
-    measured = []
-    monkeypatch.setattr(cache, "chips_now", lambda device, dtype: {"gpu": device.index, "dtype": dtype})
-    monkeypatch.setattr(processor, "processor_rates", lambda *_: dict(rates))
-    monkeypatch.setattr(compute, "matmul_rate", lambda *_: 3e14)
-    monkeypatch.setattr(compute, "scan_shares", lambda *given: measured.append(given) or {"scan": 0.1 * len(measured)})
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A100")
-    limits, one = Limits(1 << 34, 1 << 34), SCAN
-    made = lambda scan: this_machine(cards, "BF16", limits, [tmp_path], False, scan).rates
-    assert made(None).scan == Rates.scan
-    assert measured == []
-    assert [made(one).scan, made(one).scan] == [0.1, 0.1]
-    assert made(one).scan_backward == Rates.scan_backward, "where it was not measured"
-    assert measured == [(cards, torch.bfloat16, one, 3e14)]
-    assert made(replace(one, heads=8)).scan == 0.2
 
 
 def test_more_gpus_than_there_are_are_refused(cards):
