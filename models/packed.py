@@ -1,4 +1,4 @@
-"""Packed matrices (models/families/packing.py): decoding and encoding, checks of their values, grouped GEMMs.
+"""Packed matrices (models/families/packing.py): decoding, checks of their values, grouped GEMMs.
 
 Legend: E experts, P sorted rows (kernels/experts); M matrices of R x C numbers.
 """
@@ -12,10 +12,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from trireme.kernels import ops
-from trireme.kernels.packed.reference import GROUP, NF4
 from trireme.models.families.packing import Packing, Part
 
 DTYPE = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16, "I32": torch.int32}  # others are bytes
@@ -72,47 +70,6 @@ def decoded(
     tensors = [torch.from_numpy(raw).view(DTYPE.get(kind, torch.uint8)).view(own) for raw, kind, own in parts]
     flat = decode(packing, tensors, out).flatten()
     return flat.view(torch.int16).numpy().view(np.uint16) if dtype == "BF16" else flat.numpy()
-
-
-def encode(packing: Packing, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(codes, scales), flat, of fp32 values, one matrix (R, C) or several (M, R, C).
-
-    As bitsandbytes writes NF4, as transformers writes fp8 in blocks, and MXFP4 of OCP Microscaling Formats 1.0.
-    """
-    x = torch.from_numpy(values)
-    x = x.view(-1, *x.shape[-2:])
-    if packing.code == "nf4":
-        groups = pad(x.flatten(1), (0, -x[0].numel() % GROUP)).view(len(x), -1, GROUP)
-        most = groups.abs().amax(2, keepdim=True)
-        codes = torch.bucketize(groups * (1 / most).nan_to_num(), (NF4[1:] + NF4[:-1]) / 2)
-        pairs = codes.flatten(1)[:, : x[0].numel()].to(torch.uint8).view(-1, 2)
-        return (pairs[:, 0] << 4 | pairs[:, 1]).numpy(), most.flatten().numpy()
-    if packing.code == "fp4":
-        return _in_mxfp4(x, packing.block[1])
-    (B, K), (R, C) = packing.block, x.shape[1:]
-    blocks = pad(x, (0, -C % K, 0, -R % B)).unflatten(2, (-1, K)).unflatten(1, (-1, B))  # (M, S, B, T, K)
-    most = blocks.abs().amax((2, 4), keepdim=True)
-    scale = torch.where(most > 0, LARGEST_CODE / most, 1.0)
-    codes = (blocks * scale).clamp(-LARGEST_CODE, LARGEST_CODE).to(torch.float8_e4m3fn).view(torch.uint8)
-    return codes.flatten(3).flatten(1, 2)[:, :R, :C].flatten().numpy(), (1 / scale).flatten().numpy()
-
-
-def _in_mxfp4(x: Tensor, group: int) -> tuple[np.ndarray, np.ndarray]:
-    """As `encode`, by section 6.3 of OCP Microscaling Formats 1.0, groups of `group` columns.
-
-    The exponent of a group's scale is that of its largest magnitude less that of 6, the largest E2M1 number. Numbers
-    are rounded to nearest even, larger ones to 6.
-    """
-    groups = x.unflatten(2, (-1, group))  # (M, R, G, group)
-    most = groups.abs().amax(3, keepdim=True)
-    power = torch.where(most > 0, torch.frexp(most).exponent + (127 - 3), 0).clamp(0, 254)
-    numbers = torch.ldexp(groups, 127 - power).abs()
-    codes = torch.signbit(groups).to(torch.uint8) * 8
-    for i, middle in enumerate((0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)):
-        codes += numbers >= middle if i % 2 else numbers > middle
-    pairs = codes.view(-1, 2)
-    scales = torch.where(most.isfinite(), power, 255).to(torch.uint8)  # 255: NaN
-    return (pairs[:, 0] | pairs[:, 1] << 4).numpy(), scales.flatten().numpy()
 
 
 def damage(packing: Packing, part: Part, values: np.ndarray) -> str:

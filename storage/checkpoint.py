@@ -153,12 +153,13 @@ def unread(path: Path, name: str, dtype: str) -> str:
 
 
 def stored_values(name: str, t: SourceTensor, values: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
-    """All values of a tensor as its bytes."""
+    """All values of a tensor as its bytes; uint8 are bytes already."""
     filled = 0
     for piece in values:
-        yield convert(piece, dtype_of(piece), t.dtype).view(np.uint8)
-        filled += len(piece)
-    assert filled == t.numel, (name, filled, t.shape)
+        raw = piece if piece.dtype == np.uint8 else convert(piece, dtype_of(piece), t.dtype).view(np.uint8)
+        yield raw
+        filled += len(raw)
+    assert filled == t.nbytes, (name, filled, t.shape)
 
 
 def open_source(folder: AnyPath, say: Say = to_stderr) -> Source:
@@ -292,10 +293,10 @@ def export(
     """Writes a checkpoint to `out` with the source's files, names, shapes, dtypes, metadata and auxiliary files. A
     single file is called model.safetensors, the name that readers look for.
 
-    fetch(name) yields new values, flat, as float32 or bf16 bits in uint16; they are rounded to the source's dtype. It
-    returns None for a tensor to copy. `progress(nbytes)` is called for bytes written and read back. Files get their
-    names when all of them are synced and were compared, and check() has raised nothing. Returns their checksums. Raises
-    StoreError, leaving no files.
+    fetch(name) yields new values, flat, as float32 or bf16 bits in uint16, which are rounded to the source's dtype, or
+    bytes as uint8. It returns None for a tensor to copy. `progress(nbytes)` is called for bytes written and read back.
+    Files get their names when all of them are synced and were compared, and check() has raised nothing. Returns their
+    checksums. Raises StoreError, leaving no files.
     """
     out, others = Path(out), source.others
     named = (

@@ -356,11 +356,12 @@ class Training:
 
     def _merge(self) -> None:
         job, merged = self.job, self.job.out / "merged"
+        same = job.options.merge_format == "same"
         if job.options.merge and job.cfg.lora is not None:
             self.check_base(copied=True)
             try:
                 with screen.working("merging the adapters", 2 * job.source.nbytes) as progressed:
-                    merge_adapter(job.out, job.cfg, job.source, merged, progressed)
+                    merge_adapter(job.out, job.cfg, job.source, merged, progressed, same=same)
             except InputError as error:  # the adapter is whole
                 remove_folders([merged])
                 screen.warn(f"not merged: {error}")

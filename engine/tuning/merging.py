@@ -7,8 +7,8 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
-from functools import lru_cache, partial
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from trireme.engine.tuning.base import check_unchanged, stamps
 from trireme.engine.tuning.headed import headed
 from trireme.engine.tuning.packed_source import Packed, unpacked
 from trireme.engine.tuning.peft import read_adapter
+from trireme.engine.tuning.repacked import repacked
 from trireme.engine.tuning.rewritten import Values, entries_of, rewritten
 from trireme.models import hf
 from trireme.models.config import InputError, ModelConfig
@@ -64,37 +65,93 @@ def new_folder(out: Path) -> Iterator[Path]:
 
 
 def merge_adapter(
-    folder: Path, cfg: ModelConfig, source: Source, out: Path, progress: Progress = silent, say: Say = to_stderr
+    folder: Path,
+    cfg: ModelConfig,
+    source: Source,
+    out: Path,
+    progress: Progress = silent,
+    say: Say = to_stderr,
+    same: bool = False,
 ) -> None:
-    """Writes `source` plus the adapter to `out`. Raises StoreError; InputError, also if a value is not finite."""
+    """Writes `source` plus the adapter to `out`: a packed one in bf16 if the adapter changes packed matrices, or with
+    `same` in its own format, each matrix rounded once more.
+
+    Raises StoreError; InputError, also if a value is not finite.
+    """
     base = hf.as_found(replace(cfg, lora=None, frozen=()), source.shapes)
     adapter, before = read_adapter(folder, base, merging=True), stamps(source)
-    tensor = lru_cache(4)(adapter.tensor)  # one of experts serves all of them
+    unchanged = lambda: check_unchanged(before, "was changed while it was merged")
     names = hf.canonical_names(base, source.shapes, source.named)
     if isinstance(source, Packed):
         packed = {stored: name for stored, name in names.items() if name and source.packs(stored)}
         changed = frozenset(stored for stored, name in packed.items() if _is_adapted(base, adapter, name))
+        if same:
+            if adapter.cfg != base:
+                raise InputError(f"--format same: {folder} changes the vocabulary or the head. Leave --format out.")
+            wide = source if source.packing.exact else replace(source, wide=changed)
+            total = Sum(adapter, wide, base, names)
+            new = repacked(source, {stored: partial(total.rows, stored) for stored in changed})
+            plain = names.keys() - packed.keys()
+            of_plain = lambda stored: total.values(stored) if stored in plain else None
+            fetch = lambda name: new.values(name) if name in new.owners else of_plain(name)
+            export(new.raw, out, fetch, progress, unchanged)
+            if changed:
+                say(f"note: relative error of the rounding to {source.packing.word}: {new.errors()}")
+            return
         source = unpacked(source, changed) if changed else source
     source, base = with_ends(base, adapter, source, say), adapter.cfg
     source = headed(base, source)
-    names = hf.canonical_names(base, source.shapes)
+    total = Sum(adapter, source, base, hf.canonical_names(base, source.shapes))
+    export(source, out, total.values, progress, unchanged)
 
-    def values(stored: str) -> Iterator[np.ndarray] | None:
-        name, dtype = names[stored], source.tensors[stored].dtype
+
+@dataclass(frozen=True)
+class Sum:
+    """A checkpoint plus an adapter, by names in the checkpoint."""
+
+    adapter: Adapter
+    source: Source
+    cfg: ModelConfig
+    names: dict[str, str | None]  # canonical
+
+    @cached_property
+    def tensor(self) -> Callable[[str], Tensor]:
+        """An adapter's tensor; one of experts serves all of them."""
+        return lru_cache(4)(self.adapter.tensor)
+
+    def values(self, stored: str) -> Iterator[np.ndarray] | None:
+        """A tensor in its dtype; None for one that is no weight. Raises InputError as it is read."""
+        name, dtype = self.names[stored], self.source.tensors[stored].dtype
         if not name:
             return None
-        module, pairs = factors(base, adapter, tensor, name)
-        whole = adapter.whole.get(name)
-        origin, key, kind = (adapter.source, whole, "adapter") if whole else (source, stored, "checkpoint")
-        damage = f"{origin.named(key)} holds NaN or infinite values; the {kind} is damaged."
-        pieces = _finite(origin.values(key), damage)
-        if not (whole or pairs):
+        module, pairs = factors(self.cfg, self.adapter, self.tensor, name)
+        pieces = self._read(stored, name)
+        if not (pairs or name in self.adapter.whole):
             return pieces
+        folder = self.adapter.source.folder
         beyond = f"{stored}: with the adapter of {folder}, values are beyond {dtype}. Is its lora_alpha right?"
-        sums = merged(pieces, pairs, adapter.scales[module]) if pairs else pieces
+        sums = merged(pieces, pairs, self.adapter.scales[module]) if pairs else pieces
         return _finite((convert(piece, dtype_of(piece), dtype) for piece in sums), beyond)
 
-    export(source, out, values, progress, lambda: check_unchanged(before, "was changed while it was merged"))
+    def rows(self, stored: str, first: int, last: int) -> np.ndarray:
+        """Rows [first, last) of a matrix, or of those of all experts one after another, in fp32."""
+        name, columns = self.names[stored], self.source.tensors[stored].shape[-1]
+        assert name
+        module, pairs = factors(self.cfg, self.adapter, self.tensor, name)
+        read = self._read(stored, name, first * columns, last * columns)
+        x = np.concatenate([convert(piece, dtype_of(piece), "F32").copy() for piece in read])
+        if pairs:
+            matrix, row = divmod(first, len(pairs[0][0]))
+            left, right = pairs[matrix]
+            x += (left[row : row + last - first] @ right).flatten().mul_(self.adapter.scales[module]).numpy()
+        return x.reshape(-1, columns)
+
+    def _read(self, stored: str, name: str, first: int = 0, last: int | None = None) -> Iterator[np.ndarray]:
+        """Elements of a weight of the model, or of the adapter's that takes its place."""
+        whole = self.adapter.whole.get(name)
+        origin, key, kind = (self.adapter.source, whole, "adapter") if whole else (self.source, stored, "checkpoint")
+        damage = f"{origin.named(key)} holds NaN or infinite values; the {kind} is damaged."
+        return _finite(origin.values(key, first, last), damage)
 
 
 def with_ends(cfg: ModelConfig, adapter: Adapter, source: Source, say: Say) -> Source:

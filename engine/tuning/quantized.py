@@ -74,11 +74,12 @@ class Encoder:
 
     def _encoded(self, first: int, n: int, columns: int) -> tuple[np.ndarray, np.ndarray]:
         """(codes, scales) of `n` rows of all matrices, flat."""
-        from trireme.models.packed import encode  # torch, which nothing else here needs
+        from trireme.models.encoding import encode  # torch, which nothing else here needs
 
         pieces = self.source.values(self.name, first * columns, (first + n) * columns)
         values = np.concatenate([np.array(convert(piece, dtype_of(piece), "F32")) for piece in pieces])
-        return encode(self.packing, values.reshape(n, columns))
+        codes, scales = encode(self.packing, values.reshape(n, columns))
+        return codes, scales
 
     def part(self, part: int, first: int, last: int) -> np.ndarray:
         """Elements [first, last) of the codes (part 0) or of the scales (1), flat, computed each time."""

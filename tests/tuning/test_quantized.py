@@ -27,7 +27,8 @@ from trireme.engine.tuning.quantized import BASES, STRIP, Encoder, quantized
 from trireme.kernels.packed.reference import NF4
 from trireme.models import hf
 from trireme.models.config import InputError, Lora
-from trireme.models.packed import decode, encode
+from trireme.models.encoding import encode
+from trireme.models.packed import decode
 from trireme.storage.checkpoint import Source, SourceTensor, open_source
 from trireme.storage.devices import open_device
 from trireme.storage.files import StoreError
@@ -148,7 +149,7 @@ def test_matrices_of_several_in_one_tensor_are_quantized_by_rows(tmp_path, monke
     encoder, sizes = Encoder(open_source(tmp_path), "w", BASES[base]), []
     whole = encoder.strip(0, 3)
     monkeypatch.setattr("trireme.engine.tuning.quantized.STRIP", 64 * 130)
-    monkeypatch.setattr("trireme.models.packed.encode", lambda p, x: sizes.append(x.size) or encode(p, x))
+    monkeypatch.setattr("trireme.models.encoding.encode", lambda p, x: sizes.append(x.size) or encode(p, x))
     for by_rows, at_once in zip(encoder.strip(0, 3), whole, strict=True):
         assert np.array_equal(by_rows, at_once)
     assert sum(sizes) == w.numel()

@@ -28,11 +28,12 @@ def run(o: Merge) -> None:
     check_packing(cfg, source, screen.warn)
     template = run.chat_template or (str(folder / TEMPLATE) if (folder / TEMPLATE).is_file() else None)
     source = opening.as_written(replace(run, model=base, merge=True, chat_template=template), cfg, source)
-    if isinstance(source, Packed):
-        what = f"matrices in {source.packing.word} that the adapter changes make all be in bf16"
+    same = o.format == "same"
+    if isinstance(source, Packed) and not same:
+        what = f"as the adapter changes matrices in {source.packing.word}, all become bf16; --format same keeps them so"
         screen.say(f"note: {source.folder}: {what}")
     with new_folder(out) as place, screen.working("merging the adapter", 2 * source.nbytes) as progress:
-        merge_adapter(folder, cfg, source, place, progress, screen.say)
+        merge_adapter(folder, cfg, source, place, progress, screen.say, same)
     screen.say(f"output   {out}/: the model with its adapter, read back")
     way = "score {} --data FILE --out DIR" if cfg.scores else "sample {} --prompt TEXT"
     screen.say(f"next     trireme {way.format(quoted(out))}, or open it with transformers")

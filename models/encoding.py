@@ -1,0 +1,132 @@
+"""Encodes matrices in a packing (models/families/packing.py), with the rounding of the library that defines it.
+
+NF4 as bitsandbytes; fp8 in blocks as transformers, by row and tensor as compressed-tensors; MXFP4 by section 6.3 of OCP
+Microscaling Formats 1.0; NVFP4 and int4 as compressed-tensors.
+
+Legend: M matrices of R x C numbers; S x T blocks of B x K numbers; G groups of a row.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from trireme.kernels.packed.reference import GROUP, NF4
+from trireme.models.families.packing import WHOLE, Packing
+from trireme.models.packed import DTYPE, LARGEST_CODE
+
+MIDDLES = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)  # between the magnitudes of E2M1
+LARGEST_E2M1, LEVELS = 6.0, 15  # of int4: differences of its codes
+SMALLEST = {"F32": 2.0**-23, "F16": 2.0**-10, "BF16": 2.0**-7, "F8_E4M3": 2.0**-3}  # scale of zeros, by dtype
+
+
+def needs_extent(packing: Packing) -> bool:
+    """Whether a matrix has a scale that depends on its largest magnitude."""
+    return len(packing.parts) == 3 and packing.code == "fp4" or packing.block[0] == WHOLE
+
+
+def encode(packing: Packing, values: np.ndarray, extent: float = 0.0) -> tuple[np.ndarray, ...]:
+    """The parts, flat, in the order of packing.parts, of fp32 values: a matrix (R, C), or several (M, R, C).
+
+    They may be some rows of a matrix if these are whole blocks; `extent`, the largest magnitude of all of it, is read
+    if `needs_extent`. gpt-oss's experts are (M, in, out), whole ones. bf16 is given as uint16, E4M3 as uint8.
+    """
+    x = torch.from_numpy(values)
+    x = x.view(-1, *x.shape[-2:])
+    parts = {"nf4": _nf4, "fp4": _fp4, "e2m1": _e2m1, "e4m3": _e4m3, "int4": _int4}[packing.code](packing, x, extent)
+    return tuple(_array(part.contiguous().view(-1)) for part in parts)
+
+
+def _array(t: Tensor) -> np.ndarray:
+    if t.dtype == torch.bfloat16:
+        return t.view(torch.int16).numpy().view(np.uint16)
+    return (t.view(torch.uint8) if t.dtype == torch.float8_e4m3fn else t).numpy()
+
+
+def _nf4(packing: Packing, x: Tensor, extent: float) -> tuple[Tensor, ...]:  # noqa: ARG001
+    groups = pad(x.flatten(1), (0, -x[0].numel() % GROUP)).view(len(x), -1, GROUP)
+    most = groups.abs().amax(2, keepdim=True)
+    codes = torch.bucketize(groups * (1 / most).nan_to_num(), (NF4[1:] + NF4[:-1]) / 2)
+    pairs = codes.flatten(1)[:, : x[0].numel()].to(torch.uint8).view(-1, 2)
+    return pairs[:, 0] << 4 | pairs[:, 1], most
+
+
+def _e2m1(packing: Packing, x: Tensor, extent: float) -> tuple[Tensor, ...]:  # noqa: ARG001
+    return _mxfp4(x.mT.contiguous(), packing.block[1])
+
+
+def _fp4(packing: Packing, x: Tensor, extent: float) -> tuple[Tensor, ...]:
+    if len(packing.parts) == 2:
+        return _mxfp4(x, packing.block[1])
+    groups = x.unflatten(2, (-1, packing.block[1]))  # (M, R, G, group)
+    of_all = torch.tensor(LARGEST_CODE * LARGEST_E2M1 / extent if extent else 1.0)
+    scales = groups.abs().amax(3, keepdim=True) / LARGEST_E2M1 * of_all
+    scales = scales.clamp(max=LARGEST_CODE).to(torch.float8_e4m3fn)
+    wide = scales.float()
+    scales = scales.where(wide > 0, torch.tensor(SMALLEST["F8_E4M3"]).to(scales.dtype))
+    codes = _in_e2m1(groups / (scales.float() / of_all))
+    return codes, scales, of_all if packing.divides else 1 / of_all
+
+
+def _mxfp4(x: Tensor, group: int) -> tuple[Tensor, ...]:
+    """The exponent of a group's scale is that of its largest magnitude less that of 6, the largest number."""
+    groups = x.unflatten(2, (-1, group))
+    most = groups.abs().amax(3, keepdim=True)
+    power = torch.where(most > 0, torch.frexp(most).exponent + (127 - 3), 0).clamp(0, 254)
+    scales = torch.where(most.isfinite(), power, 255).to(torch.uint8)  # 255: NaN
+    return _in_e2m1(torch.ldexp(groups, 127 - power)), scales
+
+
+def _in_e2m1(scaled: Tensor) -> Tensor:
+    """Two codes in a byte, the even one in the low bits: nearest, ties to even, larger magnitudes to 6."""
+    codes, numbers = torch.signbit(scaled).to(torch.uint8) * 8, scaled.abs()
+    for i, middle in enumerate(MIDDLES):
+        codes += numbers >= middle if i % 2 else numbers > middle
+    pairs = codes.view(-1, 2)
+    return pairs[:, 0] | pairs[:, 1] << 4
+
+
+def _e4m3(packing: Packing, x: Tensor, extent: float) -> tuple[Tensor, ...]:
+    (B, K), (R, C), dtype = packing.block, x.shape[1:], packing.parts[1].dtypes[0]
+    B, K = min(B, R), min(K, C)
+    blocks = pad(x, (0, -C % K, 0, -R % B)).unflatten(2, (-1, K)).unflatten(1, (-1, B))  # (M, S, B, T, K)
+    most = blocks.abs().amax((2, 4), keepdim=True)
+    if packing.block[0] == WHOLE and extent:
+        most = torch.full_like(most, extent)
+    one = torch.tensor(1.0)
+    if dtype in ("U8", "F8_E8M0"):
+        power = torch.ceil(torch.log2((most / LARGEST_CODE).where(most > 0, one)))
+        scale, stored = torch.exp2(power), (power + 127).to(torch.uint8)
+        scaled = blocks / scale
+    elif packing.parts[1].stored == "_scale_inv" and dtype == "F32":  # transformers multiplies by the inverse
+        inverse = (LARGEST_CODE / most).where(most > 0, one)
+        scaled, stored = blocks * inverse, 1 / inverse
+    else:
+        stored = (most / LARGEST_CODE).where(most > 0, one).to(DTYPE[dtype])
+        scaled = blocks / stored.float()
+    codes = scaled.clamp(-LARGEST_CODE, LARGEST_CODE).to(torch.float8_e4m3fn).view(torch.uint8)
+    return codes.flatten(3).flatten(1, 2)[:, :R, :C], stored
+
+
+def _int4(packing: Packing, x: Tensor, extent: float) -> tuple[Tensor, ...]:  # noqa: ARG001
+    dtype, zeros = packing.parts[1].dtypes[0], len(packing.parts) == 3
+    groups = x.unflatten(2, (-1, min(packing.block[1], x.shape[2])))  # (M, R, G, group)
+    low, high = groups.amin(3, keepdim=True).clamp(max=0), groups.amax(3, keepdim=True).clamp(min=0)
+    wide = (high - low) / LEVELS if zeros else torch.maximum(-low, high) / (LEVELS / 2)
+    scales = wide.to(DTYPE[dtype])
+    scales = scales.where(scales != 0, torch.tensor(SMALLEST[dtype], dtype=scales.dtype))
+    least = -8 - low / wide.where(wide != 0, torch.tensor(1.0))
+    zero = least.clamp(-8, 7).round() if zeros else torch.zeros_like(low)
+    codes = ((groups / scales.float() + zero).round().clamp(-8, 7) + 8).flatten(2)
+    parts = _in_words(codes.unflatten(2, (-1, 8))), scales
+    if not zeros:
+        return parts
+    rows = pad((zero[..., 0] + 8).mT, (0, -x.shape[1] % 8))  # (M, G, rows), eight in a word
+    return (*parts, _in_words(rows.unflatten(2, (-1, 8))).mT)
+
+
+def _in_words(numbers: Tensor) -> Tensor:
+    """Eight numbers of the last dimension in an int32, the first in the lowest bits."""
+    return (numbers.long() << 4 * torch.arange(8)).sum(-1).to(torch.int32)

@@ -1,0 +1,117 @@
+"""A merge in the packed format of the base: what is not changed keeps its bytes, what is changed is rounded once."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from packed_files import FORMATS, in_fp4, write_packed
+from safetensors.torch import load_file, save_file
+
+from trireme.engine.tuning.adapters import WEIGHTS
+from trireme.engine.tuning.merging import merge_adapter
+from trireme.engine.tuning.parts import open_checkpoint
+from trireme.engine.tuning.peft_config import CONFIG
+from trireme.engine.tuning.spellings import PREFIX
+from trireme.models.config import InputError, read_config
+
+pytestmark = pytest.mark.grid
+ATTENTION = "q_proj", "o_proj"
+# A scale by the largest magnitude, not by the range; and scales of scales, whose offset stays that of the file.
+LESS_EXACT = {"int4": 1.1, "int4, experts": 1.1, "nf4, double": 1.01, "nf4, experts": 1.01}
+
+
+def write_adapter(folder, shapes, scale=1.0):
+    """An adapter of rank 2 on matrices of these shapes (out, in), by module; returns what it adds."""
+    folder.mkdir()
+    dice, tensors, added = torch.Generator().manual_seed(1), {}, {}
+    for module, (rows, columns) in shapes.items():
+        a, b = torch.randn(2, columns, generator=dice), scale * torch.randn(rows, 2, generator=dice) / columns**0.5
+        tensors |= {f"{PREFIX}{module}.lora_A.weight": a, f"{PREFIX}{module}.lora_B.weight": b}
+        added[f"{module}.weight"] = 3 * b @ a
+    keys = dict(peft_type="LORA", r=2, lora_alpha=6, target_modules=list(ATTENTION), task_type="CAUSAL_LM")
+    (folder / CONFIG).write_text(json.dumps(keys))
+    save_file(tensors, folder / WEIGHTS)
+    return added
+
+
+def bytes_of(state):
+    return {name: t.reshape(-1).view(torch.uint8).numpy().tobytes() for name, t in state.items()}
+
+
+def merge(folder, form, scale=1.0):
+    """Merges into folder/same; returns what the adapter adds, and the decoded base, by name."""
+    for name in ("packed", "plain"):
+        (folder / name).mkdir()
+    decoded = write_packed((folder / "packed", folder / "plain"), FORMATS[form])
+    state = load_file(folder / "plain/model.safetensors")
+    ends = tuple(f"{module}.weight" for module in ATTENTION)
+    shapes = {name.removesuffix(".weight"): t.shape for name, t in state.items() if name.endswith(ends)}
+    added, cfg = write_adapter(folder / "adapter", shapes, scale), read_config(folder / "packed")
+    source = open_checkpoint(folder / "packed", cfg.packing)
+    merge_adapter(folder / "adapter", cfg, source, folder / "same", say=lambda _: None, same=True)
+    return added, decoded
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_what_an_adapter_changes_is_packed_as_before_and_nothing_else_changes(form, tmp_path):
+    added, decoded = merge(tmp_path, form)
+    before, after = (load_file(tmp_path / name / "model.safetensors") for name in ("packed", "same"))
+    assert (tmp_path / "packed/config.json").read_bytes() == (tmp_path / "same/config.json").read_bytes()
+    assert {n: (t.dtype, t.shape) for n, t in before.items()} == {n: (t.dtype, t.shape) for n, t in after.items()}
+    old, new = bytes_of(before), bytes_of(after)
+    modules = {name.removesuffix(".weight") for name in added}
+    assert {name.rpartition("_proj")[0] + "_proj" for name in old if old[name] != new[name]} == modules
+    source = open_checkpoint(tmp_path / "same", read_config(tmp_path / "same").packing).computed_in("F32")
+    for name in added.keys() & decoded.keys():
+        exact = decoded[name] + added[name]
+        ours = np.concatenate([piece.copy() for piece in source.values(name)])
+        ours = torch.from_numpy(ours)
+        ours = (ours.view(torch.bfloat16).float() if ours.dtype == torch.uint16 else ours).view(exact.shape)
+        theirs = FORMATS[form].pack(name, exact)[1]
+        assert (ours - exact).norm() <= LESS_EXACT.get(form, 1.001) * (theirs - exact).norm()
+
+
+@pytest.mark.parametrize("form", ["fp8", "nf4, double", "int4, zeros", "nvfp4", "mxfp4"])
+def test_an_adapter_that_adds_nothing_leaves_the_values(form, tmp_path):
+    """What is decoded is encoded to itself, but for the last bit of a scale."""
+    added, decoded = merge(tmp_path, form, 0.0)
+    source = open_checkpoint(tmp_path / "same", read_config(tmp_path / "same").packing).computed_in("F32")
+    for name in added.keys() & decoded.keys():
+        again = torch.from_numpy(np.concatenate([piece.astype(np.float32) for piece in source.values(name)]))
+        if form == "mxfp4":
+            again = (again.int() << 16).view(torch.float32)
+        error = (again.view(decoded[name].shape) - decoded[name]).norm() / decoded[name].norm()
+        assert error < 0.03
+
+
+def test_experts_of_gpt_oss_keep_their_order(tmp_path):
+    """They are stored (out, in) and computed (in, out)."""
+    from trireme.engine.tuning.repacked import repacked
+
+    for name in ("packed", "plain"):
+        (tmp_path / name).mkdir()
+    decoded = write_packed((tmp_path / "packed", tmp_path / "plain"), FORMATS["gpt-oss"])
+    source = open_checkpoint(tmp_path / "packed", read_config(tmp_path / "packed").packing)
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    values = decoded[name] + 0.1 * torch.randn(decoded[name].shape, generator=torch.Generator().manual_seed(1))
+    new = repacked(source, {name: lambda a, b: values.flatten(0, 1)[a:b].numpy()})
+    blocks, scales = (np.concatenate(list(new.values(name + end))) for end in ("_blocks", "_scales"))
+    for i, matrix in enumerate(values):
+        parts, _ = in_fp4(matrix.T, "mxfp4")
+        each = len(blocks) // len(values), len(scales) // len(values)
+        assert np.array_equal(blocks[i * each[0] : (i + 1) * each[0]], parts[".weight_packed"].numpy().flatten())
+        assert np.array_equal(scales[i * each[1] : (i + 1) * each[1]], parts[".weight_scale"].numpy().flatten())
+
+
+def test_an_adapter_with_another_vocabulary_is_refused(tmp_path):
+    merge(tmp_path, "fp8")
+    cfg = read_config(tmp_path / "packed")
+    embedding = load_file(tmp_path / "plain/model.safetensors")["model.embed_tokens.weight"].float()
+    tensors = load_file(tmp_path / "adapter" / WEIGHTS)
+    for module in ("model.embed_tokens", "lm_head"):
+        tensors[f"{PREFIX}{module}.weight"] = torch.cat([embedding, embedding[:1]])
+    save_file(tensors, tmp_path / "adapter" / WEIGHTS)
+    source = open_checkpoint(tmp_path / "packed", cfg.packing)
+    with pytest.raises(InputError, match="--format"):
+        merge_adapter(tmp_path / "adapter", cfg, source, tmp_path / "other", say=lambda _: None, same=True)
