@@ -53,6 +53,14 @@ class Marked(NamedTuple):
     unread: tuple[str, ...] = ()  # keys that say something which the template does not write
 
 
+class _Ends(NamedTuple):
+    """What a template writes after the words of the assistant."""
+
+    last: str  # in the last turn
+    earlier: str  # in an earlier one
+    follows: str  # behind that
+
+
 class ChatTemplate:
     """The default template, and one for tools if there is one."""
 
@@ -162,10 +170,7 @@ class _Style:
                     "the chat template writes answers of tools into the assistant's turns, so the assistant's text "
                     f"cannot be located; {_TAGS}"
                 )
-            located = [self._turn(i, messages, rendering) for i, yes in enumerate(wanted) if yes]
-            spans = [span for span in located if span]
-            if len(spans) < len(located):
-                spans = self._places(messages, wanted, text, tools)
+            spans = [self._turn(i, messages, rendering) for i, yes in enumerate(wanted) if yes]
         _check_calls(messages, wanted, rendering, template.tags)
         if self.last_end and wanted[-1:] == [True] and spans[-1][1] == len(text) and not text.endswith(self.last_end):
             text += self.last_end  # no next turn: the model stops there, too
@@ -182,7 +187,7 @@ class _Style:
         bare = [{k: v for k, v in message.items() if k != "train"} for message in chat.messages]
         listed = [_with_calls(message, self._arguments) for message in bare]
         messages = [_with_parts(message, False) for message in listed]
-        if self._takes_parts and messages != listed:
+        if self.template.takes_parts and messages != listed:
             with suppress(BadRow):
                 return render([_with_parts(message, True) for message in listed]), messages
         try:
@@ -195,46 +200,27 @@ class _Style:
                 raise BadRow(f"{error}{joined if twice else ''}") from None
         return render(renumbered), renumbered
 
-    def _turn(self, i: int, messages: list[Fields], rendering: Rendering) -> Span | None:
-        """The characters of message i to train on; None if they are not found."""
-        spans = rendering.turns.get(i, [])
-        if len(spans) > 1:  # what is written within another message's turn, a call's name for instance, is that one's
-            near = [span for j in (i - 1, i + 1) for span in rendering.turns.get(j, ())]
-            spans = [span for span in spans if not any(_within(span, other) for other in near)] or spans
-        if len(spans) != 1:
-            return None
-        (start, stop), text = spans[0], rendering.text
-        written, before = text[start:stop], messages[i - 1]["role"] if i else "user"
-        openings = self._openings(before)
-        opening = next((opening for opening in openings if written.startswith(opening)), None)
-        if opening is None and i == 0:  # behind a preface
-            words = written.find((messages[0].get("content") or "").strip() or "\0")
-            ends = [written.find(o) + len(o) for o in openings if o and o in written]
-            opening = written[: max((end for end in ends if end <= words), default=0)] or None
-        if opening is None and not (before == "tool" and messages[i].get("tool_calls")):
-            return None
-        end = start + len(written.rstrip() if self._end.strip() else written)
+    def _turn(self, i: int, messages: list[Fields], rendering: Rendering) -> Span:
+        """The characters of message i to train on. Raises BadRow if they cannot be located."""
+        spans, opening, before = rendering.turns.get(i, []), None, messages[i - 1]["role"] if i else "user"
+        if len(spans) == 1:
+            (start, stop), text = spans[0], rendering.text
+            written = text[start:stop]
+            opening = next((opening for opening in self._openings(before) if written.startswith(opening)), None)
+            if opening is None and i == 0:  # behind a preface, or without any opening
+                words = written.find((messages[0].get("content") or "").strip() or "\0")
+                ends = [written.find(o) + len(o) for o in self._openings(before) if o and o in written]
+                end = max((end for end in ends if end <= words), default=0)
+                opening = written[:end] if end or words == 0 else None
+            if opening is None and before == "tool" and messages[i].get("tool_calls"):
+                opening = ""
+        if opening is None:
+            what = f"the chat template writes message {i} (assistant) so that its text cannot be located"
+            raise BadRow(f"{what}; {_TAGS}")
+        end = start + len(written.rstrip() if self._ends.last.strip() else written)
         if self._stopped_by_next:
             end += next((len(stop) for stop in self._stops if text.startswith(stop, end)), 0)
-        return start + len(opening or ""), end
-
-    def _places(self, messages: list[Fields], wanted: list[bool], text: str, tools: list[Fields] | None) -> list[Span]:
-        """The spans of all messages to train on, found by other words in their place. Raises BadRow."""
-        words = {i: (messages[i].get("content") or "").strip() for i, yes in enumerate(wanted) if yes}
-        marks, spans = {i: f"{PROBE}{i}{PROBE}" for i in words}, list[Span]()
-        if all(words[i] and not messages[i].get("tool_calls") and not thoughts_of(messages[i]) for i in words):
-            with suppress(BadRow):
-                other = self.template.text(_replaced(messages, marks), tools)
-                end = self._end.rstrip() or self._inner.rstrip()
-                for i, mark in marks.items():
-                    before, _, after = other.partition(mark)
-                    spans.append((len(before), len(before + words[i]) + (len(end) if after.startswith(end) else 0)))
-                    other = before + words[i] + after
-                if other == text:
-                    return spans
-        raise BadRow(
-            f"the chat template writes message {min(words)} (assistant) so that its text cannot be located; {_TAGS}"
-        )
+        return start + len(opening), end
 
     # ------------------------------------------------ checks
 
@@ -266,7 +252,9 @@ class _Style:
 
     def _unread(self, messages: list[Fields], text: str) -> tuple[str, ...]:
         """Keys of messages that the template does not name, or whose words it does not write, as messages[].KEY."""
-        names, result = self.template.names, dict[str, None]()
+        names, result, first = self.template.names, dict[str, None](), messages[0]
+        if first["role"] == "system" and (first.get("content") or "").strip() not in text:
+            result["messages[0] (system)"] = None
         for message in messages:
             for key in unread_keys(message, _LINKS):
                 value = message[key]
@@ -293,16 +281,12 @@ class _Style:
             notes.append(
                 f"the chat template ends answers with {end}, but generation stops at {stops}: add it to eos_token_id"
             )
-        talk = [{"role": "system", "content": PROBE}, _QUESTION, _REPLY]
-        with suppress(BadRow):  # system messages refused: not silent
-            if PROBE not in self.template.text(talk, self._tools).replace(str(self._tools), ""):
-                notes.append("the chat template leaves system messages out of conversations that are answered")
         return notes
 
     def _learned_end(self) -> tuple[str, str]:
         """(what is trained after the words of a turn, what follows in the same line)."""
         if not self.template.tags:
-            return self._end.strip().partition("\n")[0][:NAME], ""
+            return self._ends.last.strip().partition("\n")[0][:NAME], ""
         with suppress(BadRow):
             result = self.template.render([_QUESTION, _PROBE], self._tools)
             for start, stop in result.generated:
@@ -313,42 +297,36 @@ class _Style:
     # ------------------------------------------------ probes
 
     @cached_property
-    def _ends(self) -> tuple[str, str, str]:
-        """What follows the words of the assistant in its last turn and in an earlier one, and the text behind that."""
-        end = inner = follows = ""
+    def _ends(self) -> _Ends:
+        last = earlier = follows = ""
         for reply in _replies()[:2]:
             with suppress(BadRow):  # twice: many templates write the last turn, with its thoughts, differently
                 rendering = self.template.render([_QUESTION, reply, _QUESTION, reply], self._tools)
                 for start, stop in (span for i in (1, 3) for span in rendering.turns.get(i, ())):
-                    words, probe, after = rendering.text[start:stop].rpartition(PROBE)
+                    _, probe, after = rendering.text[start:stop].rpartition(PROBE)
                     if probe:
-                        end = after
-                        inner = inner or end
+                        last, earlier = after, earlier or after
                         follows = follows or rendering.text[stop : stop + _FOLLOWS]
-        return end, inner, follows
-
-    @property
-    def _end(self) -> str:
-        return self._ends[0]
-
-    @property
-    def _inner(self) -> str:
-        return self._ends[1]
+        return _Ends(last, earlier, follows)
 
     @cached_property
     def _stopped_by_next(self) -> bool:
         """Whether the assistant's turns end with the opening of the next turn, as in GLM."""
-        ended = not self._stops or self.template.tags or self._end.strip()
-        return not ended and self._ends[2].startswith(self._stops)
+        ended = not self._stops or self.template.tags or self._ends.last.strip()
+        return not ended and self._ends.follows.startswith(self._stops)
 
     @cached_property
     def last_end(self) -> str:
         """The token that the last turn lacks: the end token if others end with the next opening, or the end of the
         earlier turns; else "".
         """
-        if self.template.tags or self._end.strip():
+        if self.template.tags or self._ends.last.strip():
             return ""
-        return self._eos if self._stopped_by_next else next((s for s in self._stops if self._inner.strip() == s), "")
+        return (
+            self._eos
+            if self._stopped_by_next
+            else next((s for s in self._stops if self._ends.earlier.strip() == s), "")
+        )
 
     def _openings(self, role: str) -> list[str]:
         """Possible openings of an answer behind a message of that role, the likeliest first: what the prompt adds, and
@@ -372,14 +350,11 @@ class _Style:
                     turns = [rendering.text[a:b] for a, b in rendering.turns.get(len(before), ())]
                     written += [turn[: turn.index(PROBE)] for turn in turns if PROBE in turn]
         prompts = self._prompts(before)
-        if not written and not prompts:
-            return []
         lead = commonprefix([*written, *(prompts[:1] if any(prompts) else [])]) if written else ""
-        usual = [p for p in (*prompts, *(prompt.lstrip() for prompt in prompts)) if p]
-        sure = [prompt for prompt in usual if all(turn.startswith(prompt) for turn in written)]
         lead = re.sub(r"</?[^<>]*$", "", lead) if lead not in prompts else lead  # <think> and <tool> share a <
         none = [""] if "" in prompts or (written and not commonprefix(written)) else []
-        return [*dict.fromkeys([*sure, *usual, *([lead] if lead else []), *none])]
+        openings = filter(None, [*prompts, *(prompt.lstrip() for prompt in prompts), lead])
+        return [*dict.fromkeys([*openings, *none])]
 
     def _prompts(self, messages: Sequence[Fields]) -> list[str]:
         """Possible openings of the next message: what the prompt adds, or all after the last turn, since some templates
@@ -417,16 +392,6 @@ class _Style:
             with suppress(BadRow):
                 result = self.template.render([_QUESTION, *talk, _REPLY], self._tools)
                 return any("Qz9" in result.written(i) for i in (1, 3))
-        return False
-
-    @cached_property
-    def _takes_parts(self) -> bool:
-        """Whether the template writes the texts of a list of parts, and not the list itself."""
-        texts = [f"{PROBE}{i}" for i in (1, 2)]
-        with suppress(BadRow):
-            result = self.template.text([_with_parts({**_QUESTION, "content": texts}, True)], self._tools)
-            joined = (between.join(texts) for between in ("", "\n", " ", "\n\n"))
-            return any(result == self.template.text([{**_QUESTION, "content": t}], self._tools) for t in joined)
         return False
 
 

@@ -215,7 +215,7 @@ def _results(codec: Codec, batch: Numbered, future: Future[Encoded]) -> Iterator
 def _encoded_alone(codec: Codec, number: int, example: Example) -> Encoded:
     try:
         return codec.call(_Programs.encode, codec.facts, [example])
-    except RecursionError:
+    except RecursionError:  # while it is sent
         return encode([], None, None)._replace(lengths=[0], faults={0: "is nested too deeply"})
     except Died:
         raise Died(number) from None

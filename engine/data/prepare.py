@@ -20,7 +20,7 @@ from trireme.engine.data.find import DataFile, Rows
 from trireme.engine.data.forms import Chat, Example, Ids, Text, with_system
 from trireme.engine.data.read import BadRow, Row
 from trireme.engine.data.template import ALPACA
-from trireme.engine.data.tokens import TokenFile, Writer, digest, evict, has_room, key_of, opened
+from trireme.engine.data.tokens import TokenFile, Writer, decode, digest, evict, has_room, key_of, opened
 from trireme.models.config import InputError
 from trireme.storage.untrusted import shown
 
@@ -99,19 +99,12 @@ class Preparation:
         return made
 
     def _key(self, source: DataFile) -> str:
-        o, sums, done = self.options, list[str](), 0
-        for path in source.files:
-
-            def tell(at: int, done: int = done) -> None:
-                if self.progress:
-                    self.progress(f"{source.path.name} (checksum)", done + at, source.size)
-
-            sums.append(digest(path, tell))
-            done += path.stat().st_size
+        o, what, tell = self.options, f"{source.path.name} (checksum)", self.progress or (lambda *_: None)
+        content = digest(source.files, lambda done: tell(what, done, source.size))
         facts = (self.codec.facts.tokenizer, self.codec.facts.template) if self.codec else None
         labels = o.labels if o.kind == "classes" else None
         rows = (self.renames, o.skip_bad, o.max_samples, o.media, o.system, o.variables, o.kind, labels)
-        return key_of(sums, source.kind, facts, *rows)
+        return key_of(content, source.kind, facts, *rows)
 
 
 class _Pending(NamedTuple):
@@ -181,17 +174,17 @@ class _File:
     def _batches(self) -> Iterator[Numbered]:
         batch, characters, most = Numbered(), 0, _FIRST_ROWS
         for row in self.rows:
-            for example, pending in self._examples(row):
+            for example, pending, nbytes in self._examples(row):
                 batch.append((row.number, example))
                 self.pending.append(pending)
-                characters += size(example)
+                characters += nbytes
                 if len(batch) >= most or characters >= _BATCH_CHARACTERS:
                     yield batch
                     batch, characters, most = Numbered(), 0, min(_BATCH_ROWS, 2 * most)
         if batch:
             yield batch
 
-    def _examples(self, row: Row) -> Iterator[tuple[Example, _Pending]]:
+    def _examples(self, row: Row) -> Iterator[tuple[Example, _Pending, int]]:
         self.n += row.starts
         try:
             if isinstance(row.value, BadRow):
@@ -199,8 +192,9 @@ class _File:
             self.absent -= row.value.keys()
             said = read(row.value, self.how.renames, self.options.kind, self.classes, self.source.is_table)
             examples = [self._completed(example, row) for example in said.examples]
-        except BadRow as error:
-            self._reject(row.number, str(error))
+            sizes = [size(example) for example in examples]
+        except (BadRow, RecursionError) as error:
+            self._reject(row.number, "is nested too deeply" if isinstance(error, RecursionError) else str(error))
             return
         if self.hopeless:
             return
@@ -208,11 +202,11 @@ class _File:
         chats = [example for example in examples if isinstance(example, Chat)]
         self.counts.update(chats=len(chats), tools=sum(chat.tools is not None for chat in chats))
         weights = (said.weight, -said.weight if self.options.kind == "labels" else said.weight)
-        for i, (example, weight) in enumerate(zip(examples, weights, strict=False)):
+        for i, (example, weight, nbytes) in enumerate(zip(examples, weights, sizes, strict=False)):
             parts = [*pieces(example)]
             for k, part in enumerate(parts):
                 starts, last = not isinstance(part, Text) or part.starts, i + 1 == len(examples) and k + 1 == len(parts)
-                yield part, _Pending(said.form, weight, 0.0 if i else said.value, starts, last)
+                yield part, _Pending(said.form, weight, 0.0 if i else said.value, starts, last), nbytes // len(parts)
 
     def _completed(self, example: Example, row: Row) -> Example:
         """An example with --system and --chat-template-kwargs, in a form that the checkpoint can read. Raises
@@ -315,9 +309,10 @@ class _File:
     def _write_counterparts(self) -> None:
         """Behind all answers, writes each one's prompt with an answer of another prompt, as kto measures its KL."""
         chosen = counterparts(np.array(self.prompts, np.uint64), np.array(self.words, np.uint64))
-        document = self.writer.read()
+        file = self.writer.written()
+        document = lambda i: decode(file.read(int(file.offsets[i]), int(file.offsets[i + 1])))
         for i, other in enumerate(chosen.tolist()):
-            (ids, trained, weight), (theirs, learned, _) = document(i), document(other)
+            (ids, trained), (theirs, learned) = document(i), document(other)
             mine, its = int(trained.argmax()), int(learned.argmax())
             flags = np.concatenate([np.zeros(mine, bool), learned[its:]])
-            self.writer.add(np.concatenate([ids[:mine], theirs[its:]]), flags, True, weight)
+            self.writer.add(np.concatenate([ids[:mine], theirs[its:]]), flags, True, float(file.weights[i]))

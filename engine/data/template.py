@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from datetime import datetime
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -88,22 +88,12 @@ def _raise(message: str) -> NoReturn:
     raise jinja2.exceptions.TemplateError(message)
 
 
-def _tojson(
-    value: Any,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """As transformers' filter: Jinja's own would escape <, > and & for HTML."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
-
 def _environment(generation: type[_Generation], date: str | None) -> jinja2.sandbox.ImmutableSandboxedEnvironment:
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[generation, jinja2.ext.loopcontrols]
     )
-    environment.filters["tojson"] = _tojson
+    # Of transformers: Jinja's own would escape <, > and & for HTML.
+    environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
     environment.globals["raise_exception"] = _raise
     now = lambda: datetime.fromisoformat(date) if date else datetime.now()
     environment.globals["strftime_now"] = lambda form: now().strftime(form)
@@ -195,30 +185,37 @@ class Template:
             )
         return rendering
 
+    @property
+    def takes_parts(self) -> bool:
+        """Whether texts may be lists of parts."""
+        return self._parts[0]
+
     @cached_property
-    def _lists(self) -> tuple[bool, bool, bool]:
-        """Whether texts have to be lists of parts, (of the assistant, of others), and whether thoughts have to be a
-        part.
+    def _parts(self) -> tuple[bool, bool, bool, bool]:
+        """Whether a user's text may be a list of parts; whether texts have to be, (of others, of the assistant); and
+        whether thoughts have to be a part.
         """
 
-        def holds(role: str, content: Any, **thoughts: str) -> bool:
-            talk = [{"role": "user", "content": [_part("?")] if others else "?"}] if role == "assistant" else []
+        def writes(*messages: Fields) -> bool:
             with suppress(BadRow):
-                text = self._rendered(self._plain, [*talk, {"role": role, "content": content, **thoughts}], None, False)
+                text = self._rendered(self._plain, messages, None, False)
                 return PROBE in text and not re.search("['\"]type['\"]: ", text)
             return False
 
-        others = False
-        others = not holds("user", PROBE) and holds("user", [_part(PROBE)])
-        mine = not holds("assistant", PROBE) and holds("assistant", [_part(PROBE)])
-        apart = holds("assistant", [_part("!")] if mine else "!", **dict.fromkeys(THOUGHTS, PROBE))
-        return mine, others, not apart and holds("assistant", [_part(PROBE, "thinking"), _part("!")])
+        say = lambda role, content, **thoughts: {"role": role, "content": content, **thoughts}
+        takes = writes(say("user", [_part(PROBE)]))
+        others = takes and not writes(say("user", PROBE))
+        before = say("user", [_part("?")] if others else "?")
+        mine = not writes(before, say("assistant", PROBE)) and writes(before, say("assistant", [_part(PROBE)]))
+        thought = say("assistant", [_part("!")] if mine else "!", **dict.fromkeys(THOUGHTS, PROBE))
+        parts = say("assistant", [_part(PROBE, "thinking"), _part("!")])
+        return takes, others, mine, not writes(before, thought) and writes(before, parts)
 
     def _as_taken(self, message: Fields) -> Fields:
         """A message with its thoughts under all names that templates read, and with a list of parts as its text if the
         template takes no other form.
         """
-        mine, others, as_part = self._lists
+        _, others, mine, as_part = self._parts
         content, thoughts = message.get("content"), thoughts_of(message)
         message = message if thoughts is None else message | dict.fromkeys(THOUGHTS, thoughts)
         listed = mine if message.get("role") == "assistant" else others
@@ -230,16 +227,13 @@ class Template:
     def _run(
         self, template: jinja2.Template, messages: Sequence[Fields], tools: list[Fields] | None, prompt: bool
     ) -> str:
-        taken = [self._as_taken(message) for message in messages]
-        try:
-            return self._rendered(template, taken, tools, prompt)
-        except BadRow:
-            if all("content" in message for message in taken):
-                raise
-            for content in (None, ""):  # of calls alone: many templates ask for null, others for a text
-                with suppress(BadRow):
-                    return self._rendered(template, [{"content": content} | m for m in taken], tools, prompt)
-            raise
+        taken, refusal = [self._as_taken(message) for message in messages], BadRow("")
+        for filled in ({}, {"content": None}, {"content": ""}):  # of calls alone: templates ask for null, or for a text
+            try:
+                return self._rendered(template, [filled | message for message in taken], tools, prompt)
+            except BadRow as error:
+                refusal = refusal if str(refusal) else error
+        raise refusal
 
     def _rendered(
         self, template: jinja2.Template, taken: Sequence[Fields], tools: list[Fields] | None, prompt: bool
@@ -249,8 +243,6 @@ class Template:
         values = {"tools": tools, "documents": None, "add_generation_prompt": prompt} | self._variables
         try:
             return template.render(messages=messages, **values)
-        except MemoryError:
-            raise BadRow("the chat template takes more memory on it than it may") from None
         except Exception as error:  # the template may have written it, at any length
             reason = shown(" ".join(str(error)[:10_000].split()), 500) or type(error).__name__
             verb = "refuses" if isinstance(error, jinja2.exceptions.TemplateError) else "fails on"

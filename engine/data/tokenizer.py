@@ -89,12 +89,12 @@ class Tokenizer:
 
     def part(self, before: str, text: str, after: str) -> Tokens | BadRow:
         """The tokens that begin in `text`, a piece of a long text, without offsets."""
-        try:
-            encoding = self.core.encode(before + text + after, add_special_tokens=False)
-        except BaseException as error:
-            return BadRow(f"the tokenizer fails on it: {_reason(error)}")
-        first, last = (_first_from(encoding, at) for at in (len(before), len(before + text)))
-        return np.array(encoding.ids[first:last], np.int32), None
+        (tokens,) = self.encode([before + text + after], offsets=True)
+        if isinstance(tokens, BadRow):
+            return tokens
+        ids, offsets = tokens
+        assert offsets is not None
+        return ids[(offsets[:, 0] >= len(before)) & (offsets[:, 0] < len(before + text))], None
 
     def wrap(self, ids: np.ndarray, begin: bool = True, end: bool = True) -> tuple[np.ndarray, int]:
         """(ids (n,) int32 with, if `begin`, bos and, if `end`, eos, neither of them twice; number of tokens before)."""
@@ -114,16 +114,6 @@ def _tokens(encoding: tokenizers.Encoding, offsets: bool) -> Tokens:
     ids = encoding.ids
     flat = chain.from_iterable(encoding.offsets) if offsets else ()  # twice as fast as an array of pairs
     return np.array(ids, np.int32), np.fromiter(flat, np.int32, 2 * len(ids)).reshape(-1, 2) if offsets else None
-
-
-def _first_from(encoding: tokenizers.Encoding, at: int) -> int:
-    """The first token that begins at character `at` or behind it."""
-    low, high = 0, len(encoding.ids)
-    while low < high:
-        middle = (low + high) // 2
-        start = encoding.token_to_chars(middle)
-        low, high = (middle + 1, high) if start is None or start[0] < at else (low, middle)
-    return low
 
 
 def _reason(error: BaseException) -> str:

@@ -18,7 +18,7 @@ import shutil
 import weakref
 import zlib
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,13 +37,16 @@ _NAME = re.compile(r"[0-9a-f]{24}\.(npz|tokens)")
 _TABLES = ("offsets", "trained", "weights", "values")
 
 
-def digest(path: Path, tell: Callable[[int], object] = lambda _: None) -> str:
-    """SHA-256 of a file. `tell` is called with the number of bytes read so far."""
-    value = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(_BLOCK):
-            value.update(block)
-            tell(file.tell())
+def digest(paths: Iterable[Path], tell: Callable[[int], object]) -> str:
+    """SHA-256 of files. `tell` is called with the number of bytes read so far."""
+    value, done = hashlib.sha256(), 0
+    for path in paths:
+        value.update(f"{path.stat().st_size}:".encode())
+        with path.open("rb") as file:
+            while block := file.read(_BLOCK):
+                value.update(block)
+                done += len(block)
+                tell(done)
     return value.hexdigest()
 
 
@@ -143,30 +146,24 @@ class Writer:
         for table in self._tables():
             table.pop()
 
-    def read(self) -> Callable[[int], tuple[np.ndarray, np.ndarray, float]]:
-        """A function from the number of a document that was added to (ids, trained, weight)."""
+    def written(self) -> TokenFile:
+        """What was added so far, while the writer is open."""
         self._file.flush()
-        ends, fd, size = np.cumsum(np.array(self._lengths, np.int64)), self._file.fileno(), self._dtype.itemsize
-
-        def document(i: int) -> tuple[np.ndarray, np.ndarray, float]:
-            n = self._lengths[i]
-            stored = np.frombuffer(os.pread(fd, n * size, (int(ends[i]) - n) * size), self._dtype)
-            return (*decode(stored), self._weights[i])
-
-        return document
+        offsets = np.concatenate([[0], np.cumsum(self._lengths, dtype=np.int64)])
+        meta = {"key": self._key, "dtype": self._dtype.str, "max_id": max(self._largest, default=-1)}
+        tables = map(np.array, (self._trained, self._weights, self._values))
+        return TokenFile(self._scratch.path / "tokens", self._file.fileno(), self._dtype, meta, offsets, *tables)
 
     def finish(self, meta: dict[str, Any]) -> TokenFile:
         """Gives the file its name and opens it. Raises OSError."""
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        offsets = np.concatenate([[0], np.cumsum(self._lengths, dtype=np.int64)])
-        tables = dict(zip(_TABLES, map(np.array, (offsets, self._trained, self._weights, self._values)), strict=True))
-        meta = meta | {"key": self._key, "dtype": self._dtype.str, "max_id": max(self._largest, default=-1)}
-        text = json.dumps(meta | {"crc32": _crc_of(self._file.fileno())}).encode()
-        with (self._scratch.path / "npz").open("wb") as file:
-            np.savez(file, **tables, meta=np.frombuffer(text, np.uint8))  # type: ignore[arg-type]
-            file.flush()
-            os.fsync(file.fileno())
+        file = self.written()
+        os.fsync(file.fd)
+        text = json.dumps(meta | file.meta | {"crc32": _crc_of(file.fd)}).encode()
+        tables = {name: getattr(file, name) for name in _TABLES} | {"meta": np.frombuffer(text, np.uint8)}
+        with (self._scratch.path / "npz").open("wb") as npz:
+            np.savez(npz, **tables)
+            npz.flush()
+            os.fsync(npz.fileno())
         for kind in ("tokens", "npz"):  # the same bytes, if another process makes them meanwhile
             (self._scratch.path / kind).rename(self._folder / f"{self._key}.{kind}")
         sync_folder(self._folder)
