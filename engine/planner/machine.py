@@ -120,7 +120,7 @@ def pinnable(device: torch.device) -> float:
 
 
 def note_drives(rates: Rates, folders: Sequence[str | Path]) -> None:
-    """Stores the rates that the drives sustained for minutes, as a share of the measured ones, for the next run."""
+    """Stores the rates that the drives sustain in steps, as a share of the measured ones, for the next run."""
     found = {place: cache.remembered(drive.identity(place)) for place in places_of(folders)}
     measured = sum(known["ssd_read"] for known in found.values() if known)
     for place in found if all(found.values()) else ():

@@ -137,10 +137,14 @@ class Evaluator:
             return sample(self.e, codec, prompts(data, n), enough=lambda: time.monotonic() > end or stopped())
 
 
+def documents(step: Sequence[InRam]) -> list[list[Documents]]:
+    """The documents of each host's micro-batches."""
+    return [[mb.of_docs for mb in share if mb.of_docs] for share in shares(step, here().hosts)]
+
+
 def in_order(step: Sequence[InRam], losses: Sequence[torch.Tensor]) -> list[float]:
     """The log-probabilities of the documents of a step, from the losses of all hosts' micro-batches."""
-    group = here()
-    docs = [[mb.of_docs for mb in share if mb.of_docs] for share in shares(step, group.hosts)]
+    group, docs = here(), documents(step)
     pairs = zip(docs[group.host], losses, strict=False)
     own = [logp for of, x in pairs for logp in of.sums(x.cpu().numpy())]
     return group.numbers(own, sum(len(of.lengths) for share in docs for of in share))

@@ -36,7 +36,7 @@ from trireme.engine.queues.names import READS
 from trireme.engine.queues.trace import Span, perfetto
 from trireme.engine.run import config_file, folder, page, report, screen
 from trireme.engine.run.after import hub, push
-from trireme.engine.run.evaluate import Evaluator, with_reference
+from trireme.engine.run.evaluate import Evaluator, documents, with_reference
 from trireme.engine.run.folder import Folder
 from trireme.engine.run.job import Job, alternatives, check_named, check_room, make
 from trireme.engine.run.log import Log, Record, Tracker, eval_line, trackers
@@ -153,12 +153,7 @@ def dry_run(o: Options) -> None:
     """Prints what a run would do; of several machines a table. Raises InputError, DoesNotFit."""
     machines = each_machine(o.assume or "")
     if len(machines) < 2:
-        job, _ = prepared(o, None)
-        try:
-            folder.check_free(job.out, o.model)
-        except InputError as error:
-            screen.warn(f"the run itself would be refused: {error}")
-        screen.say(report.dry_line(job))
+        screen.say(report.dry_line(prepared(o, None)[0]))
         return
     rows = list[Row]()
     for name, machine in machines.items():
@@ -228,9 +223,8 @@ class Run:
         self.stop = Stop(job.total_steps, lambda: training.last_snapshot, here().hosts == 1)
         self.saved = self.exported = self.evaluated = time.monotonic()
         self.bound = ""  # busiest queue of the last traced step
-        short = job.on_gpu and job.forecast.step.step_s < SHORT
-        self.warm = self.done.step + (SETTLED if short else WARM)
         self.step_s = job.forecast.step.step_s if job.on_gpu else None  # of the last step
+        self.warm = self.done.step + (SETTLED if self.step_s and self.step_s < SHORT else WARM)
         self.first_s = 0.0  # of the first step
         self.estimated = dict[Part, float]()
 
@@ -330,8 +324,7 @@ class Run:
             self.stop.begins(done.step + 1)
         if self.stop.leaving:
             training.save(self.log.sync)
-            way = f"Resume: trireme --resume {quoted(o.out)}"
-            screen.say(f"{self.stop.how} saved {o.out} at step {done.step:,}. {way}")
+            screen.say(f"stopped  {o.out} is saved at step {done.step:,}. Resume: trireme --resume {quoted(o.out)}")
             raise Interrupted
 
     # ------------------------------------------------------------ a step
@@ -349,10 +342,13 @@ class Run:
             weight, correct = sum(mb.weight for mb in batch), self.evaluator.counter(job.preference)
             own = dealt(batch, group.host, group.hosts)
             micro = [self.evaluator.inputs(mb, loads, correct) for mb in own]
-            docs = training.documents(batch)
-            stats = train_step(training.engine, micro, number, rate, weight, job.preference, docs)
+            stats = train_step(training.engine, micro, number, rate, weight, job.preference, documents(batch))
         if not np.isfinite([stats.loss, stats.grad_norm]).all():
-            self.diverged(number, stats)
+            training.engine.gradients.discard()  # updates made during backward stay; only a snapshot undoes them
+            training.write_best()
+            figures = f"loss {stats.loss:g}, gradient norm {stats.grad_norm:g}. Nothing of this step was saved"
+            way = "Lower --lr, or look at the data of this step"
+            raise InputError(f"step {number:,}: {figures}. {training.last_snapshot}. {way}.")
         done.step = number
         self.stop.hear(group.any(self.stop.asked and not self.stop.alone))
         seconds = self.step_s = time.perf_counter() - began
@@ -367,15 +363,6 @@ class Run:
         self.first_s = self.first_s or seconds
         if number == self.warm or (spans and job.on_gpu and job.plan.uses("ssd")):
             self.correct(spans, micro, seconds * job.work.tokens / max(1, tokens))
-
-    def diverged(self, step: int, stats: StepStats) -> None:
-        """Drops the gradients. Updates made during backward stay; only a snapshot undoes them. Raises InputError."""
-        training = self.training
-        training.engine.gradients.discard()
-        training.write_best()
-        figures = f"loss {stats.loss:g}, gradient norm {stats.grad_norm:g}"
-        way = "Lower --lr, or look at the data of this step."
-        raise InputError(f"step {step:,}: {figures}. Nothing of this step was saved. {training.last_snapshot}. {way}")
 
     def batch(self, step: int) -> list[InRam]:
         """The micro-batches of a step, from 0. Runs in another thread."""

@@ -35,7 +35,6 @@ class Stop:
         self.asked = False
         self.last = total  # last step to do
         self.begun = 0
-        self.how = "asked to stop:"
 
     @property
     def leaving(self) -> bool:
@@ -48,8 +47,6 @@ class Stop:
 
     def ask(self, number: int) -> None:
         """Handles the first signal."""
-        if number == signal.SIGINT:
-            self.how = "^C "
         self.asked = True
         self.hear(self.alone)
         screen.urgent(f"\n  finishing step {self.begun:,} and saving{if_again(number)}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from functools import partial
@@ -13,7 +13,7 @@ import torch
 
 from trireme.engine.amounts import count, duration, gb, gib
 from trireme.engine.between import Reader, load_from_store, save_to_store
-from trireme.engine.build import Engine, InRam, build, shares
+from trireme.engine.build import Engine, build
 from trireme.engine.exchange import LARGEST_F16, Exchange, Kept
 from trireme.engine.hosts.gather import masters
 from trireme.engine.hosts.group import here
@@ -36,7 +36,6 @@ from trireme.engine.tuning.peft_config import CONFIG
 from trireme.engine.updates import AdamW
 from trireme.kernels import host_adamw
 from trireme.models.config import InputError
-from trireme.models.losses.preferences import Documents
 from trireme.storage import folders
 from trireme.storage.auxiliary import CONTENT, TEMPLATE
 from trireme.storage.files import NoSnapshot, StoreError, remove_folders, replace_synced, stream
@@ -124,10 +123,6 @@ class Training:
     def last_snapshot(self) -> str:
         made = self.store.snapshots
         return f"Last snapshot: step {made[-1].step:,}" if made else "There is no snapshot yet"
-
-    def documents(self, batch: Sequence[InRam]) -> list[list[Documents]]:
-        """The documents of each host's micro-batches."""
-        return [[mb.of_docs for mb in share if mb.of_docs] for share in shares(batch, here().hosts)]
 
     @contextmanager
     def watched(self, what: str) -> Iterator[None]:

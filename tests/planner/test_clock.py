@@ -1,4 +1,4 @@
-"""Seconds by part, the first step's compilation, and steps that differ for minutes: by a clock of the test's."""
+"""Seconds by part, and the first step's compilation: by a clock of the test's."""
 
 import time
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from trireme.engine.planner import whole
-from trireme.engine.planner.clock import FEWEST, HOUR, WINDOW, Clock, Watch, process_began
+from trireme.engine.planner.clock import Clock, process_began
 from trireme.engine.planner.lines import took_line
 
 
@@ -72,36 +72,3 @@ def test_the_first_step_takes_longer_where_kernels_are_to_be_compiled(tmp_path, 
     for i in range(40):
         (tmp_path / str(i)).mkdir()
     assert [whole.compile_s(device) for device in (gpu, None, cpu)] == [whole.KNOWN, whole.NEW, 0]
-
-
-# ---------------------------------------------------------------- drives that change their mind
-
-
-def steps(watch: Watch, time_: Time, seconds: float, count: int) -> list[int]:
-    """Numbers of the steps after which `watch` noticed a difference."""
-    found = []
-    for i in range(count):
-        time_.pass_(seconds)
-        found += [i] if watch.differs(seconds) else []
-    return found
-
-
-def test_a_slow_drive_is_noticed_after_minutes_and_its_recovery_after_an_hour(time_):
-    watch = Watch(1.0, time_)
-    assert not steps(watch, time_, 1.05, 1000)
-    assert not steps(watch, time_, 2.0, 10), "not yet"
-    (noticed,) = steps(watch, time_, 2.0, 150)
-    assert 2 * noticed <= 2 * WINDOW
-    assert (watch.before, watch.step_s) == (1.0, 2.0)
-    (noticed,) = steps(watch, time_, 1.0, 2 * int(HOUR))
-    assert HOUR - 300 <= noticed <= HOUR, "at most once an hour"
-    assert (watch.before, watch.step_s) == (2.0, 1.0)
-
-
-def test_one_slow_step_is_not_a_slow_drive(time_):
-    watch = Watch(1.0, time_)
-    assert not steps(watch, time_, 1.0, 30) + steps(watch, time_, 80.0, 1) + steps(watch, time_, 1.0, 500)
-
-
-def test_long_steps_are_judged_by_a_few(time_):
-    assert steps(Watch(60.0, time_), time_, 90.0, FEWEST) == [FEWEST - 1]
