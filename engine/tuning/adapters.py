@@ -58,7 +58,7 @@ class Adapter:
         module = name.partition(".lora_")[0]
         if module not in self.ranks:
             yield np.zeros(last - first, np.float32)
-        elif name in self.names and not turned(name) and self.ranks[module] == self.lora.rank:
+        elif name in self.names and not is_transposed(name) and self.ranks[module] == self.lora.rank:
             yield from self.source.values(self.names[name], first, last)
         else:
             yield self._padded(name, self.lora.rank - self.ranks[module]).flatten()[first:last].numpy()
@@ -70,7 +70,7 @@ class Adapter:
         if name in self.singles:
             return self._stacked(self.singles[name], name.endswith(".lora_B.weight"))
         tensor = self._read(self.names[name])
-        if not turned(name):
+        if not is_transposed(name):
             return tensor
         rank = self.ranks[name.partition(".lora_")[0]]
         return tensor.view(len(tensor), rank, -1).permute(2, 1, 0).reshape(-1, len(tensor))
@@ -78,7 +78,7 @@ class Adapter:
     def _padded(self, name: str, ranks: int) -> torch.Tensor:
         """A tensor with `ranks` of zeros behind. They get no gradient."""
         tensor = self.tensor(name)
-        if name.endswith(".lora_B.weight") and not turned(name):
+        if name.endswith(".lora_B.weight") and not is_transposed(name):
             return pad(tensor, (0, ranks))
         experts = len(tensor) // self.ranks[name.partition(".lora_")[0]]
         return pad(tensor.unflatten(0, (experts, -1)), (0, 0, 0, ranks)).flatten(0, 1)
@@ -100,7 +100,7 @@ class Adapter:
         return tensor
 
 
-def turned(name: str) -> bool:
+def is_transposed(name: str) -> bool:
     """Whether a tensor has another order in peft's files: B of experts is (E rank, out) here."""
     return shapes.adapts_experts(name) and name.endswith(".lora_B.weight")
 
@@ -135,14 +135,14 @@ def save_adapter(folder: Path, cfg: ModelConfig, reader: Reader, base: str, revi
     assert cfg.lora is not None
     unit = {t.name: u for u, layout in enumerate(reader.placement.geo.weights) for t in layout.tensors}
     names, rank = peft_names(cfg), cfg.lora.rank
-    stored = {name: shape[::-1] if turned(name) else shape for name, shape in adapter_shapes(cfg).items()}
+    stored = {name: shape[::-1] if is_transposed(name) else shape for name, shape in adapter_shapes(cfg).items()}
     layout = sequential([(names[name], "F32", shape) for name, shape in stored.items()])
 
     def content() -> Iterator[bytes]:
         yield encode_header(layout, {"format": "pt"})
         for name, shape in stored.items():
             pieces = fetch(reader, unit[name], name, exact=True)
-            if turned(name):
+            if is_transposed(name):
                 whole = np.concatenate([piece.copy() for piece in pieces])
                 pieces = iter([np.ascontiguousarray(whole.reshape(-1, rank, shape[0]).transpose(2, 1, 0))])
             for piece in pieces:

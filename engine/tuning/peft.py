@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from trireme.engine.tuning.adapters import WEIGHTS, Adapter, Halves, adapter_shapes, peft_names, turned
+from trireme.engine.tuning.adapters import WEIGHTS, Adapter, Halves, adapter_shapes, is_transposed, peft_names
 from trireme.engine.tuning.chosen import adaptable, adapted
 from trireme.engine.tuning.peft_config import (
     CONFIG,
@@ -134,7 +134,7 @@ def places(cfg: ModelConfig, config: Mapping[str, Any], singles: bool) -> Iterat
     for match in filter(None, map(layered.fullmatch, names)):
         module = match[0].removesuffix(".lora_A.weight")
         stored = {
-            _outermost(config, names[name]): sizes[name][::-1] if turned(name) else sizes[name]
+            _outermost(config, names[name]): sizes[name][::-1] if is_transposed(name) else sizes[name]
             for name in shapes.adapter_names(module)
         }
         yield Place(module, cfg.names.mlp.experts if shapes.adapts_experts(match[0]) else match[1], stored)

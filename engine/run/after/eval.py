@@ -65,10 +65,10 @@ def losses(o: Eval) -> Iterator[Result]:
         with computing(before, o, rows, seq_len) as e:
             data = [replace(d, reference=e.logps([d], np.zeros(0), lambda _: None, lambda: False)) for d in data]
     with computing(f, o, rows, seq_len) as e:
-        for name, each in zip(o.data, data, strict=True):
-            loss, figures = e.loss(each, preference)
+        for name, rows_read in zip(o.data, data, strict=True):
+            loss, figures = e.loss(rows_read, preference)
             perplexity = {} if preference or f.cfg.scores else {"perplexity": math.exp(min(loss, 50.0))}
-            labels = len(each.pieces) // 2 if preference else sum(map(len, each.labels()))
+            labels = len(rows_read.pieces) // 2 if preference else sum(map(len, rows_read.labels()))
             yield Result(name, loss, perplexity | figures, labels)
 
 
@@ -79,6 +79,6 @@ def _reference(f: Finished, o: Eval, data: list[Dataset]) -> Finished:
         raise InputError(f"--method {o.method} compares with the model before training. Name it: --reference DIR.")
     before = open_finished(name)
     before.refuse_scores("it is no --reference of preferences")
-    for each in data:
-        each.check_model(before.cfg.vocab, before.cfg.max_positions, f"--reference {name}")
+    for rows_read in data:
+        rows_read.check_model(before.cfg.vocab, before.cfg.max_positions, f"--reference {name}")
     return before
