@@ -47,8 +47,10 @@ KINDS = {2: InputError, 3: DoesNotFit, 130: Interrupted}
 
 
 @contextmanager
-def _translated(show: bool = False) -> Iterator[None]:
+def _calling(function: Callable[..., Any], options: Mapping[str, Any], show: bool = False) -> Iterator[None]:
     """A context of one call: with `show` it prints as the command does; errors become those of this module."""
+    if unknown := options.keys() - inspect.signature(function).parameters.keys():
+        raise InputError(f"unknown argument {min(unknown)}: help(trireme.{function.__name__}) lists all.")
     os.environ.update(cli.ENVIRONMENT | os.environ)
     failure: Error | None = None
     with screen.to(sys.stdout if show else io.StringIO()):
@@ -139,7 +141,7 @@ def finetune(*, on_step: Callable[[Record], object] | None = None, show: bool = 
     from trireme.engine.run.loop import Interrupted as Stopped
     from trireme.engine.run.loop import train
 
-    with _translated(show):
+    with _calling(finetune, options, show):
         o = cli.of_a_run(options)
         if o.dry_run or o.demo:
             raise InputError("finetune trains; a dry run is trireme.plan(...), the demo is on the command line.")
@@ -176,7 +178,7 @@ def plan(**options: Any) -> Plan:
     from trireme.engine.run.after import hub
     from trireme.engine.run.job import make
 
-    with _translated():
+    with _calling(plan, options):
         job = make(hub.fetched(folder.named(cli.of_a_run({**options, "dry_run": True}))))
         return Plan(**report.figures(job), report=list(report.lines(job)))
 
@@ -190,7 +192,7 @@ def sample(folder: str | Path, prompt: Prompt | Sequence[Prompt], **options: Any
     is_text = isinstance(prompt, str) or not isinstance(prompt, Sequence)
     is_one = is_text or all(isinstance(message, Mapping) for message in prompt)
     rows = [{"prompt": p} if isinstance(p, str) else {"messages": p} for p in ([prompt] if is_one else prompt)]
-    with _translated():
+    with _calling(sample, options):
         o = Sample.of({**options, "folder": folder})
         with speaking(o, named(rows), len(rows)) as (speaker, prompts):
             answers = [answer.text for answer in speaker.answers([ids for _, ids in prompts])]
@@ -202,7 +204,7 @@ def evaluate(folder: str | Path, data: Names, **options: Any) -> Any:
     from trireme.engine.run.after.eval import losses  # late: torch takes seconds
 
     is_one = isinstance(data, (str, Path))
-    with _translated():
+    with _calling(evaluate, options):
         o = Eval.of({**options, "folder": folder, "data": [data] if is_one else data})
         results = [{"loss": result.loss, **result.figures, "labels": result.labels} for result in losses(o)]
     return results[0] if is_one else results
@@ -213,7 +215,7 @@ def score(folder: str | Path, data: Names, out: str | Path, **options: Any) -> P
     from trireme.engine.run.after import score as command  # late: torch takes seconds
 
     files = [data] if isinstance(data, (str, Path)) else data
-    with _translated():
+    with _calling(score, options):
         command.run(Score.of({**options, "folder": folder, "data": files, "out": out}))
     return Path(out)
 
