@@ -33,7 +33,7 @@ BUDGETS = {
     "engine/data/**": 5073,  # 4300
     "engine/tuning/**": 2276,  # 2100
     "engine/run/**": 6560,  # 5000
-    "scripts/**": 2600,
+    "scripts/**": 2620,
     "tests/**": 25300,  # 25000
 }
 MOST_LINES_OF_PROSE = 3200  # README, docs and the other pages
