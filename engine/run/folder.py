@@ -278,7 +278,7 @@ def reopened(options: Options) -> Iterator[Folder]:
     run = run_folder(out)
     made = make_folder(run) if here().host else []
     with _locked(out, run, made) as folder:
-        for path in (*run.rglob("*"), *(out / name for name in (*LOGS, "best", "merged", "tensorboard", "wandb"))):
+        for path in (*out.iterdir(), *run.rglob("*")):
             if path.is_symlink():
                 raise InputError(f"{path} is a link, and a run would write where it leads. Remove it.")
         folder.stores = stores(options)
