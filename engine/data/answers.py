@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from decimal import Decimal
-from typing import Any, Literal, NamedTuple, TypeGuard
+from typing import Any, Literal, NamedTuple
 
 from trireme.engine.data import forms
 from trireme.engine.data.forms import (
@@ -46,7 +46,6 @@ _LIKELY = {  # columns that --map is advised for, if it then reads the row
     "prompt": ("sentence1", "premise", "question1", "text1"),
     "completion": ("sentence2", "hypothesis", "question2", "text2"),
 }
-_NUMBER = re.compile(r"\s*[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?\s*")
 _WHOLE = re.compile(r"-?\d{1,18}")
 
 
@@ -84,9 +83,8 @@ def parse_map(text: str | None) -> dict[str, str]:
             raise InputError(f"--map {text}: {theirs if theirs in renames else ours!r} is named twice. Leave one out.")
         renames[theirs] = ours
     if wrong := [ours for ours in renames.values() if ours not in known]:
-        swapped = ",".join(f"{theirs}={ours}" for theirs, ours in renames.items())
-        way_out = f"perhaps --map {swapped}" if renames.keys() <= known else f"there are {', '.join(sorted(known))}"
-        raise InputError(f"--map {text}: no form of rows has a column {shown(wrong[0])!r}; {way_out}.")
+        there = ", ".join(sorted(known))
+        raise InputError(f"--map {text}: no form of rows has a column {shown(wrong[0])!r}; there are {there}.")
     return renames
 
 
@@ -107,7 +105,11 @@ def _read(raw: Fields, how: _How) -> Read:
     forms.check_row(row)
     if row.get("label") is None and row.get("kto_tag") is not None:
         row = {**{key: value for key, value in row.items() if key != "kto_tag"}, "label": row["kto_tag"]}
-    weight, known = _weight(row), ["weight"] if _is_number(row.get("weight")) else []
+    number, known = _number(row.get("weight")), list[str]()
+    weight = 1.0 if number is None else number
+    known += [] if number is None else ["weight"]
+    if not 0 < weight < math.inf:
+        raise BadRow(f"'weight' is {weight:g}, expected a number above 0; leave out a row that is not to count")
     mapped = how.renames.values()
     pair = None if _SIDES.isdisjoint(row) else forms.find_form(row, PAIRS, mapped)
     if kind in ("pairs", "rewards") or (kind == "labels" and pair and row.get("label") in EMPTY):
@@ -117,7 +119,7 @@ def _read(raw: Fields, how: _How) -> Read:
         known += ["margin"] if kind == "rewards" else []
         return Read(pair.name, examples, forms.unused_of(row, pair, examples, known), weight, value)
     form = forms.find_form({key: value for key, value in row.items() if key != "label"} if kind else row, FORMS, mapped)
-    if kind == "":
+    if kind == "" and (pair or row.get("label") is not None):
         _refuse_preferences(raw, row, pair, form, how)
     if form is None:
         raise BadRow(_unknown(raw, row, FORMS, how))
@@ -141,25 +143,21 @@ def _read(raw: Fields, how: _How) -> Read:
     )
 
 
-def _is_number(value: Any) -> TypeGuard[str | float | Decimal]:
-    if isinstance(value, str):
-        return _NUMBER.fullmatch(value) is not None
-    return isinstance(value, (int, float, Decimal)) and not isinstance(value, bool)
-
-
-def _weight(row: Mapping[str, Any]) -> float:
-    """The column "weight" where it is a number, else 1. Raises BadRow."""
-    weight = float(row["weight"]) if _is_number(row.get("weight")) else 1.0
-    if not 0 < weight < math.inf:
-        raise BadRow(f"'weight' is {weight:g}, expected a number above 0; leave out a row that is not to count")
-    return weight
+def _number(value: Any) -> float | None:
+    """A number, also in a string; None of another value."""
+    if value is None or isinstance(value, bool) or not isinstance(value, (str, int, float, Decimal)):
+        return None
+    try:
+        return float(value)
+    except (ValueError, OverflowError):
+        return None
 
 
 def _margin(row: Mapping[str, Any]) -> float:
-    value = 0.0 if row.get("margin") in EMPTY else row["margin"]
-    if not _is_number(value) or not math.isfinite(float(value)):
-        raise BadRow(f"'margin' is {str(value)[:40]!r}, expected a number")
-    return float(value)
+    margin = _number(row.get("margin") or 0)
+    if margin is None or not math.isfinite(margin):
+        raise BadRow(f"'margin' is {str(row['margin'])[:40]!r}, expected a number")
+    return margin
 
 
 # ---------------------------------------------------------------- rows of another form
@@ -241,36 +239,33 @@ def _pair(row: Fields, context: Any, good: Any, bad: Any) -> list[Example]:
 
 
 def _joined_texts(row: Fields, context: str | None, mine: str, other: str) -> Example:
-    """The prompt is taken off where both answers begin with it."""
-    if context is None or not context.strip() and mine.startswith(_HUMAN):
-        return _of_dialogue(row, mine, other)
+    """The prompt is taken off where both answers begin with it; without one it is the words that both begin with."""
+    if not (context or "").strip() and mine.startswith(_HUMAN):
+        return _of_dialogue(mine, other)
+    if context is None:
+        if names := [key for key in _PROMPTS if isinstance(row.get(key), str) and row[key].strip()]:
+            ways = f"--map instruction={names[0]}, or prompt={names[0]} without the chat template"
+            raise BadRow(f"has no 'prompt'. Is it {names[0]!r}? {ways}; else unused={names[0]}")
+        context = re.sub(r"\s*\S*\Z", "", os.path.commonprefix([mine, other]))
+        if not context:
+            raise BadRow("'chosen' and 'rejected' begin with nothing in common, and there is no 'prompt'")
     for prompt in (context, context.strip()):
         if prompt.strip() and mine.startswith(prompt) and other.startswith(prompt):
             return forms.completion(prompt, mine[len(prompt) :], "an answer behind its prompt")
     return forms.completion(context, mine, "an answer")
 
 
-def _of_dialogue(row: Fields, mine: str, other: str) -> Example:
-    """A whole dialogue as text; the prompt is what both begin with, of hh-rlhf in whole turns."""
-    same = os.path.commonprefix([mine, other])
-    if not mine.startswith(_HUMAN):
-        if names := [key for key in _PROMPTS if isinstance(row.get(key), str) and row[key].strip()]:
-            ways = f"--map instruction={names[0]}, or prompt={names[0]} without the chat template"
-            raise BadRow(f"has no 'prompt'. Is it {names[0]!r}? {ways}; else unused={names[0]}")
-        start = len(re.sub(r"\S+$", "", same).rstrip())  # whole words
-        if not start:
-            raise BadRow("'chosen' and 'rejected' begin with nothing in common, and there is no 'prompt'")
-        return forms.completion(mine[:start], mine[start:], "an answer")
-    start = same.rfind(_ASSISTANT)
+def _of_dialogue(mine: str, other: str) -> Example:
+    """A dialogue of hh-rlhf; the prompt is the turns that both sides begin with."""
+    start = os.path.commonprefix([mine, other]).rfind(_ASSISTANT)
     if start < 0:
         raise BadRow("'chosen' and 'rejected' do not share a turn of the human")
     start += len(_ASSISTANT)
+    roles = {"Human": "user", "Assistant": "assistant"}
     turns = re.split(r"\n\n(Human|Assistant):", mine)[1:]
+    pairs = zip(turns[::2], turns[1::2], strict=True)
+    messages = [{"role": roles[who], "content": words.strip()} for who, words in pairs]
     before = len(re.findall(r"\n\n(?:Human|Assistant):", mine[:start])) - 1
-    messages = [
-        {"role": "user" if who == "Human" else "assistant", "content": what.strip()}
-        for who, what in zip(turns[::2], turns[1::2], strict=True)
-    ]
     plain = forms.completion(mine[:start], mine[start:], "an answer")
     return talk({}, messages[:before], messages[before:], "the dialogue")._replace(plain=plain)
 

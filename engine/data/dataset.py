@@ -357,6 +357,8 @@ def _lay_out(
     pieces, bounds = documents.packed(fitted.pieces, options.room, options.pack, options.scored)
     n = len(bounds) - 1
     used = float(pieces["length"].sum()) / (n * options.room)
-    reports = tuple(FileReport.of(str(source), source.weight, file) for source, file in zip(named, files, strict=True))
+    reports = tuple(
+        FileReport(str(source), source.weight, file.meta) for source, file in zip(named, files, strict=True)
+    )
     report = Report(reports, Counts.of(rows), replace(fitted, pieces=fitted.pieces[:0]), options, n, used)
     return Dataset(files, pieces, bounds, options, codec, report)

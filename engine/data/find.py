@@ -129,9 +129,9 @@ def _matching(pattern: Path, weight: float) -> Sources:
     files, others = _sift(Path(pattern.anchor), str(pattern.relative_to(pattern.anchor)))
     if not files:
         raise InputError(f"{pattern} matches no file of {', '.join(KINDS)}. Correct the path.")
-    lacks = [f"{pattern} lacks {_list(missing)}: parts of a set" for missing in [missing_parts(files)] if missing]
-    unread = [f"{pattern}: not read: {_list([], others)}"] if others else []
-    return Sources(_sources(files, str(pattern), weight), [], lacks + unread)
+    notes = [f"{pattern}: {lacks}" for lacks in [_missing_parts(files)] if lacks]
+    notes += [f"{pattern}: not read: {_list([], others)}"] if others else []
+    return Sources(_sources(files, str(pattern), weight), [], notes)
 
 
 def _folder(folder: Path, weight: float) -> Sources:
@@ -147,8 +147,8 @@ def _folder(folder: Path, weight: float) -> Sources:
         what = f"no training data, only {unread}" if unread else "no data"
         raise InputError(f"{folder} holds {what}. Expected files of {', '.join(KINDS)}: name one with --data.")
     _check_once(folder, train, by_use["train"])
-    if missing := missing_parts([*train, *held_out]):
-        raise InputError(f"{folder} lacks {_list(missing)}. Download it again, or name the files that are there.")
+    if lacks := _missing_parts([*train, *held_out]):
+        raise InputError(f"{folder}: {lacks}. Download it again, or name the files that are there.")
     sources = lambda names: _sources([folder / name for name in names], str(folder), weight)
     return Sources(sources(train), sources(held_out), [f"{folder}: not read: {unread}"] if unread else [])
 
@@ -177,10 +177,9 @@ def by_uses(names: Sequence[Path]) -> tuple[dict[str, list[Path]], list[Path]]:
     pages such as a README, and what the datasets library writes next to its data, are not. `names`: relative to their
     folder.
     """
-    data = [path for path in names if file_kind(path) in KINDS]
-    data = [path for path in data if not (path.suffix == ".json" and path.stem in _ABOUT)]
-    data = [path for path in data if not (path.suffix == ".arrow" and path.stem.startswith("cache-"))]
-    data = [path for path in data if not (file_kind(path) in TEXTS and path.stem.lower() in _PAGES)]
+    about = lambda path: path.suffix == ".json" and path.stem in _ABOUT or path.match("cache-*.arrow")
+    page = lambda path: file_kind(path) in TEXTS and path.stem.lower() in _PAGES
+    data = [path for path in names if file_kind(path) in KINDS and not about(path) and not page(path)]
     by_use: dict[str, list[Path]] = {"train": [], "valid": [], "test": [], "": []}
     for path in [path for path in data if file_kind(path) not in TEXTS] or data:
         by_use[_split(path)[0]].append(path)
@@ -203,17 +202,16 @@ def set_of(path: Path) -> str:
     return str(path.with_name(re.sub(r"-\d+-of-\d+(-[0-9a-f]{16})?$", "", path.name.partition(".")[0])))
 
 
-def missing_parts(files: Sequence[Path]) -> list[Path]:
-    """Parts that are missing from sets of numbered files, NAME-00000-of-00002.parquet."""
-    sets, missing = defaultdict[tuple[str, str, str], set[int]](set), list[Path]()
+def _missing_parts(files: Sequence[Path]) -> str:
+    """What is missing from sets of numbered files, NAME-00000-of-00002.parquet; "" if nothing."""
+    sets = defaultdict[tuple[str, str, str], set[str]](set)
     for path in files:
-        if match := re.fullmatch(r"(.*-)(\d+)-of-(\d+)(\..*)", path.name):
-            sets[str(path.with_name(match[1])), match[3], match[4]].add(int(match[2]))
-    for (before, total, after), numbers in sets.items():
-        first = 0 if 0 in numbers or int(total) not in numbers else 1  # some count from 1
-        absent = (i for i in range(first, min(int(total), MOST_FILES) + first) if i not in numbers)
-        missing += [Path(f"{before}{i:0{len(total)}}-of-{total}{after}") for i in absent]
-    return missing
+        if match := re.fullmatch(r"(.*)-(\d+)-of-(\d+)(\..*)", path.name):
+            sets[str(path.with_name(match[1])), match[3], match[4]].add(match[2])
+    lacks = [
+        f"{shown(name)} has {len(n)} of {total} parts" for (name, total, _), n in sets.items() if len(n) < int(total)
+    ]
+    return "; ".join(lacks[:_NAMED])
 
 
 def _check_once(folder: Path, files: Sequence[Path], train: Sequence[Path]) -> None:

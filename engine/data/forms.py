@@ -153,10 +153,10 @@ def check_row(row: Mapping[str, Any]) -> None:
     refuse_media(row)
     for key in [key for key in (*LEARNED, *MASKED) if key in row]:  # few rows have any
         value, off = row[key], key in MASKED
-        words = ("true", "1", "1.0") if off else ("false", "0", "0.0")
+        words = ("true", "1", "1.0") if off else ("false",) if key in NUMBERS else ("false", "0", "0.0")
         flags = value if isinstance(value, list) and "input_ids" not in row else []
         part = off in flags and all(flag in (0, 1) for flag in flags)
-        if part or str(value).strip().lower() in words[: 1 if key in NUMBERS else 3]:
+        if part or str(value).strip().lower() in words:
             what = f"{key!r} says that the row{', or a part of it,' if part else ''} is not trained"
             raise BadRow(f"{what}: leave it out, or the column: --map unused={key}; in messages write 'train': false")
 
@@ -271,15 +271,12 @@ def _chat(row: Fields, columns: Sequence[tuple[str, list[Any], bool]], answered:
 
 
 def _with_system_column(row: Fields, messages: list[Fields], unused: dict[str, None]) -> list[Fields]:
-    if isinstance(row.get("system"), list):  # of Anthropic's parts
-        system = read_message({"role": "system", "content": row["system"]}, "'system'", unused)[0]["content"]
-    else:
-        system = string(row, "system", "")
-    if not system:
+    if row.get("system") in EMPTY:
         return messages
+    system, _ = read_message({"role": "system", "content": row["system"]}, "'system'", unused)
     if not messages or messages[0]["role"] not in _SYSTEM:
-        return [{"role": "system", "content": system}, *messages]
-    if messages[0].get("content") != system:
+        return [system, *messages]
+    if messages[0].get("content") != system["content"]:
         raise BadRow("has a 'system' column and a system message. Leave the column out: --map unused=system")
     return messages
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -24,23 +24,16 @@ DROPPED = 20  # characters a token; beyond, a tokenizer drops text
 class FileReport(NamedTuple):
     name: str
     weight: float
-    rows: int  # good and bad
-    bad: int
-    first_bad: str
-    forms: Mapping[str, int]  # rows of each
-    unused: Sequence[str]  # keys
-
-    @classmethod
-    def of(cls, name: str, weight: float, file: TokenFile) -> FileReport:
-        return cls(name, weight, *(file.meta[key] for key in cls._fields[2:]))
+    meta: Mapping[str, Any]  # of its TokenFile
 
     def __str__(self) -> str:
-        forms = "; ".join(f"{name}: {count(rows, 'row')}" for name, rows in self.forms.items())
-        form = f"formats {forms}" if len(self.forms) > 1 else f'format "{next(iter(self.forms))}"'
+        m = self.meta
+        forms = "; ".join(f"{name}: {count(rows, 'row')}" for name, rows in m["forms"].items())
+        form = f"formats {forms}" if len(m["forms"]) > 1 else f'format "{next(iter(m["forms"]))}"'
         weight = "" if self.weight == 1 else f", weight {self.weight:g}"
-        bad = f", {self.bad:,} bad dropped (first: {self.first_bad})" if self.bad else ""
-        unused = f"; not used: {', '.join(self.unused)}" if self.unused else ""
-        return f"{self.name}: {count(self.rows, 'row')}, {form}{weight}{bad}{unused}"
+        bad = f", {m['bad']:,} bad dropped (first: {m['first_bad']})" if m["bad"] else ""
+        unused = f"; not used: {', '.join(m['unused'])}" if m["unused"] else ""
+        return f"{self.name}: {count(m['rows'], 'row')}, {form}{weight}{bad}{unused}"
 
 
 class Counts(NamedTuple):
@@ -78,10 +71,10 @@ class Report:
     def lines(self) -> list[str]:
         """The lines to print."""
         c, o = self.counts, self.options
-        summed = [file for file in self.files if not (file.bad or file.unused)][LISTED:]
+        summed = [file for file in self.files if not (file.meta["bad"] or file.meta["unused"])][LISTED:]
         lines = [str(file) for file in self.files if file not in summed]
         if summed:
-            lines.append(f"{len(summed):,} more files: {count(sum(file.rows for file in summed), 'row')}")
+            lines.append(f"{len(summed):,} more files: {count(sum(file.meta['rows'] for file in summed), 'row')}")
         held_out = f"{self.held_out} held out; " if self.held_out else ""
         trained = "" if o.scored else f", {compact(c.trained)} trained ({percent(c.trained / max(c.tokens, 1))})"
         length = f"length p50 {c.p50:,.0f}, p99 {c.p99:,.0f}, max {c.longest:,}"

@@ -145,7 +145,12 @@ def in_wording(o: Options, opened: Opened, data: Dataset | None) -> Opened:
     other programs ask as the rows do.
     """
     facts = opened.codec.facts if opened.codec else None
-    if data is None or facts is None or facts.template or not any("alpaca" in file.forms for file in data.report.files):
+    if (
+        data is None
+        or facts is None
+        or facts.template
+        or not any("alpaca" in file.meta["forms"] for file in data.report.files)
+    ):
         return opened
     codec = load_codec(o.tokenizer or o.model, "alpaca")
     assert codec is not None

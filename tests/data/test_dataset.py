@@ -151,7 +151,7 @@ def test_weights_samples_and_bad_rows(load, tmp_path):
         load([*ids_of(5), {"x": 1}])
     assert "line 2" in str(error.value)
     assert "--skip-bad" in str(error.value)
-    assert load([*ids_of(5), {"x": 1}], skip_bad=True).report.files[0].bad == 1
+    assert load([*ids_of(5), {"x": 1}], skip_bad=True).report.files[0].meta["bad"] == 1
     with pytest.raises(InputError) as error:
         load([{"x": 1}] * 3)
     assert "--skip-bad" not in str(error.value)

@@ -182,7 +182,7 @@ FOLDERS = [  # names, trained on, held out, a word of the note or of the fault
     ("README.md a.png", "", "", "Expected"),
     ("a.md b.md README.md", "a.md", "", "1 .md"),
     ("d/train-0-of-2.jsonl d/train-1-of-2.jsonl", "train-0-of-2.jsonl train-1-of-2.jsonl", "", ""),
-    ("train-00000-of-00002.jsonl", "", "", "train-00001-of-00002"),
+    ("train-00000-of-00002.jsonl", "", "", "1 of 00002 parts"),
     ("train_sft-00000-of-00001.jsonl train_gen-00000-of-00001.jsonl", "", "", "splits"),
     ("train_sft/a-0-of-1.jsonl train_gen/a-0-of-1.jsonl", "", "", "splits"),
     ("train/a-0-of-1.jsonl train/cache-1.arrow dev/state.json dev/b.jsonl", "a-0-of-1.jsonl", "b.jsonl", "1 .arrow"),

@@ -50,8 +50,8 @@ def test_rows_that_are_nested_too_deeply_are_bad_rows(tmp_path):
     path.write_text("\n".join(rows))
     codec = made(tmp_path)
     data = load_dataset([str(path)], codec, DataOptions(skip_bad=True))
-    assert data.report.files[0].bad >= 2
-    assert data.report.files[0].rows == 4
+    assert data.report.files[0].meta["bad"] >= 2
+    assert data.report.files[0].meta["rows"] == 4
     codec.close()
 
 
