@@ -7,7 +7,7 @@ import math
 import shutil
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import date
@@ -34,6 +34,7 @@ from trireme.engine.run.opening import (
     KINDS,
     Opened,
     alpha_of,
+    check_method,
     in_wording,
     is_absent,
     open_model,
@@ -216,35 +217,36 @@ def make(o: Options, begun: Snapshot | None = None, by_rule: bool = False) -> Jo
 
 def check(o: Options, begun: Snapshot | None) -> None:
     """Raises InputError for options that do not go together, or that a resumed run cannot change."""
-    check_named(o)
+    if wrong := next(_contradictions(o, begun), ""):
+        raise InputError(wrong)
+    check_method(o)
+
+
+def _contradictions(o: Options, begun: Snapshot | None) -> Iterator[str]:
+    if not (o.model or o.shape):
+        yield "no checkpoint given. Try: trireme CHECKPOINT --data FILE, or --demo, or --help."
+    if o.shape and o.model:
+        yield f"--shape {o.shape} plans for a model that is not here: leave {o.model} out."
+    if (o.shape or o.assume) and not o.dry_run:
+        what = f"--shape {o.shape} plans for a model" if o.shape else "--assume plans for a machine"
+        yield f"{what} that is not here. Add --dry-run."
+    if not o.data and not o.dry_run:
+        yield "no data given. Name it: --data FILE (.jsonl .json .csv .txt .parquet)."
     if (o.export == "best" or o.patience) and not o.val and o.data:
-        raise InputError("--export best and --patience need the loss on held-out data. Give --val.")
+        yield "--export best and --patience need the loss on held-out data. Give --val."
     if o.long == "split" and o.method != "sft":
-        raise InputError(f"--long split: --method {o.method} reads whole answers. Take cut, drop or error.")
+        yield f"--long split: --method {o.method} reads whole answers. Take cut, drop or error."
     stores = {Path(d).resolve() for d in o.store}
     if len(stores) < len(o.store) or Path(o.out or "?").resolve() in stores or Path("/") in stores:
-        raise InputError(f"--store {','.join(o.store)}: name a folder of its own on each drive, and not --out.")
+        yield f"--store {','.join(o.store)}: name a folder of its own on each drive, and not --out."
     if o.teacher and here().hosts > 1:
-        raise InputError("--teacher: runs with one are on one host. Start it without torchrun.")
+        yield "--teacher: runs with one are on one host. Start it without torchrun."
     before = begun.options if begun else {}
     for name, value in config_file.saved(o).items() if begun else ():
         option = config_file.FIELDS[name]
         if "run" in option.metadata["kind"] and getattr(o, name) != option.default and value != before.get(name):
             began = f"the run began with {before.get(name) or 'none'}"
-            raise InputError(f"{flag(name)} {value}: {began}, which cannot change. Leave it out.")
-
-
-def check_named(o: Options) -> None:
-    """Raises InputError unless a model and data are named, or only a plan is wanted."""
-    if not (o.model or o.shape):
-        raise InputError("no checkpoint given. Try: trireme CHECKPOINT --data FILE, or --demo, or --help.")
-    if o.shape and o.model:
-        raise InputError(f"--shape {o.shape} plans for a model that is not here: leave {o.model} out.")
-    if (o.shape or o.assume) and not o.dry_run:
-        what = f"--shape {o.shape} plans for a model" if o.shape else "--assume plans for a machine"
-        raise InputError(f"{what} that is not here. Add --dry-run.")
-    if not o.data and not o.dry_run:
-        raise InputError("no data given. Name it: --data FILE (.jsonl .json .csv .txt .parquet).")
+            yield f"{flag(name)} {value}: {began}, which cannot change. Leave it out."
 
 
 def config_of(cfg: ModelConfig) -> dict[str, Any]:

@@ -38,9 +38,9 @@ from trireme.engine.run import config_file, folder, page, report, screen
 from trireme.engine.run.after import hub, push
 from trireme.engine.run.evaluate import Evaluator, documents, with_reference
 from trireme.engine.run.folder import Folder
-from trireme.engine.run.job import Job, alternatives, check_named, check_room, make
+from trireme.engine.run.job import Job, alternatives, check, check_room, make
 from trireme.engine.run.log import Log, Record, Tracker, eval_line, trackers
-from trireme.engine.run.options import Options
+from trireme.engine.run.options import TEMPLATES, Options, flag
 from trireme.engine.run.record import Snapshot
 from trireme.engine.run.signals import Stop, if_again, stop_signals
 from trireme.engine.run.state import Training, snapshot_of
@@ -116,10 +116,11 @@ def train(options: Options, others: Sequence[Tracker] = ()) -> Path:
 
 def check_paths(o: Options) -> None:
     """Looks at the paths that a run is given, before anything is downloaded or read for long. Raises InputError."""
-    check_named(o)
-    for name, path in {"--tokenizer": o.tokenizer, "--adapter": o.adapter, "--plan": o.plan}.items():
-        if path and not Path(path).exists():
-            raise InputError(f"{name} {path}: there is no such file or folder.")
+    check(o, None)
+    for name in ("tokenizer", "adapter", "plan", "teacher", "chat_template"):
+        path = getattr(o, name)
+        if path and path not in TEMPLATES and not hub.model_name(path) and not Path(path).exists():
+            raise InputError(f"{flag(name)} {path}: there is no such file or folder.")
     for text in o.data:
         if text != "-" and not hub.data_name(text):
             find(text)

@@ -80,7 +80,6 @@ class Opened:
 
 def open_model(o: Options, date: str | None) -> Opened:
     """Opens what the options name. `date`: what chat templates take for today. Raises InputError, CheckpointError."""
-    check_method(o)
     raw = {} if o.shape else read_raw(o.model)
     cfg = find_model(o.shape) if o.shape else read_config(o.model, o.rope_factor)
     names = class_names(o, raw)

@@ -7,12 +7,14 @@ import shutil
 from pathlib import Path
 
 import pytest
+import yaml
 from command import TRAIN, fails, write
 
 from trireme.engine.run import cli
 
 SMALL = "--seq-len 64 --max-steps 1 --batch-size 2"
-# Words of the command, exit code, what the line must name, and words that go on (None: no advice is executed).
+# Words of the command, exit code, what the line must name, and words that go on; None: those without the option that a
+# line says to leave out, "": none. What is wrong here is seen before OWNER/NAME is looked for on the hub.
 REFUSED = [
     ("", 2, "no checkpoint", None),
     ("model", 2, "--data", f"model --data stories.txt {SMALL}"),
@@ -22,6 +24,13 @@ REFUSED = [
     ("model --data stories.txt --adapter nowhere", 2, "--adapter nowhere", None),
     ("model --data stories.txt --val nowhere.txt", 2, "nowhere.txt", None),
     ("--config nowhere.yaml", 2, "nowhere.yaml", None),
+    ("OWNER/NAME --data storis.txt", 2, "storis.txt", None),
+    ("OWNER/NAME --data stories.txt --val nowhere.txt", 2, "nowhere.txt", None),
+    ("OWNER/NAME --data stories.txt --out full", 2, "--out full", ""),
+    ("OWNER/NAME --data stories.txt --adapter nowhere", 2, "--adapter nowhere", None),
+    ("OWNER/NAME --data stories.txt --teacher nowhere", 2, "--teacher nowhere", None),
+    ("OWNER/NAME --data stories.txt --chat-template nowhere", 2, "--chat-template nowhere", None),
+    ("OWNER/NAME --data stories.txt --beta 0.1", 2, "--beta is for --method", ""),
     ("model --data stories.txt --out model", 2, "--out model is the checkpoint itself", None),
     ("model --data stories.txt --out stories.txt", 2, "stories.txt is a file", None),
     ("model --data stories.txt --out full", 2, "--out full is not empty", f"model --data stories.txt {SMALL}"),
@@ -64,7 +73,7 @@ REFUSED = [
     ("--resume nowhere", 2, "nowhere", None),
     ("--resume", 2, "no unfinished run in runs/", None),
     ("--resume model", 2, "--resume model", None),
-    ("model --data stories.txt --resume x --out y", 2, "--out: a resumed run has its own", None),
+    ("model --data stories.txt --resume x --out y", 2, "--out: a resumed run has its own", ""),
     ("model other --data stories.txt", 2, "other was not expected", None),
     ("train --data stories.txt", 2, "train is not a folder.*CHECKPOINT", f"model --data stories.txt {SMALL}"),
     ("chat model", 2, "chat is not a folder.*trireme sample", None),
@@ -93,6 +102,16 @@ def place(here):
     return here
 
 
+def without(words: list[str], said: str) -> list[str] | None:
+    """The words without the option that a line begins with, if its advice is to leave that out."""
+    named = re.match(r"error: (--[a-z-]+)", said)
+    if not named or not re.search(r"[Ll]eave (it|--out|one of them) out", said):
+        return None
+    at = next(n for n, word in enumerate(words) if word.partition("=")[0] == named[1])
+    takes = "=" not in words[at] and at + 1 < len(words) and not words[at + 1].startswith("--")
+    return [*words[:at], *words[at + 1 + takes :], *SMALL.split()]
+
+
 @pytest.mark.parametrize(("words", "code", "culprit", "way"), REFUSED, ids=[words or "-" for words, *_ in REFUSED])
 def test_a_mistake_is_one_line_that_names_it(place, capsys, words, code, culprit, way):
     said = fails(capsys, place, *shlex.split(words), code=code)
@@ -100,9 +119,26 @@ def test_a_mistake_is_one_line_that_names_it(place, capsys, words, code, culprit
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("way", sorted({way for *_, way in REFUSED if way}))
-def test_what_a_mistakes_line_advises_works(place, capsys, way):
-    assert cli.main(shlex.split(way)) == 0, capsys.readouterr().err
+@pytest.mark.parametrize(("words", "code", "culprit", "way"), REFUSED, ids=[words or "-" for words, *_ in REFUSED])
+def test_what_a_mistakes_line_advises_works(place, capsys, words, code, culprit, way):
+    said = fails(capsys, place, *shlex.split(words), code=code)
+    corrected = without(shlex.split(words), said) if way is None else shlex.split(way)
+    if corrected:
+        assert cli.main(corrected) == 0, capsys.readouterr().err
+
+
+REPORTS = yaml.safe_load((Path(__file__).parent / "reports.yaml").read_text())
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("report", REPORTS, ids=[report["command"] for report in REPORTS])
+def test_a_report_has_its_labels_in_order(capsys, report):
+    assert cli.main(report["command"].split()) == report["code"]
+    streams = capsys.readouterr()
+    lines = (streams.out + streams.err).splitlines()
+    below = lambda line: "row" if re.match(r" {11}\w", line) else "+"
+    labels = [below(line) if line.startswith(" ") else re.split(r"[\s:]", line)[0] for line in lines]
+    assert labels == report["labels"].split()
 
 
 @pytest.mark.full
