@@ -17,10 +17,7 @@ from trireme.models.config import InputError
 
 OPTIONS = table(Options)
 # Words that a YAML file, a shell or another trainer would take for something else.
-STRANGE = [
-    *("lora", "qlora", "full", "no", "yes", "null", "~", "1e3", "0", "- x"),
-    *("${name}", "{a}", "#b", "a: b", "*", "'"),
-]
+STRANGE = ["lora", "qlora", "full", "no", "null", "~", "1e3", "0", "- x", "${name}", "{a}", "#b", "a: b", "*", "'"]
 TEXT = st.one_of(st.sampled_from(STRANGE), st.text(string.printable, min_size=1).filter(lambda text: text.strip()))
 PATH = st.one_of(st.sampled_from(["lora", "part-[12].txt:0.5", "a,b", "chatml", "../x", "/y", "ü"]), TEXT)
 NUMBERS = (1, 2, 8, 200, 123456, 0.1, 1 / 3, 0.45, 1.5, 1e-5)
@@ -247,12 +244,4 @@ def test_what_would_change_the_result_is_refused_by_its_name(key, value, tmp_pat
     path = tmp_path / "other.yaml"
     path.write_text(yaml.safe_dump({"model_name_or_path": "m", key: value}))
     with pytest.raises(InputError, match=key.replace("_", "[-_]") if key != "lr_scheduler_type" else "schedule"):
-        cli.parse(["--config", str(path)])
-
-
-@pytest.mark.full
-def test_many_unknown_keys_are_listed_at_once(tmp_path):
-    path = tmp_path / "other.yaml"
-    path.write_text("".join(f"k{i}: 1\n" for i in range(6_000)))
-    with pytest.raises(InputError, match="and 5990 more"):
         cli.parse(["--config", str(path)])
