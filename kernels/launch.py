@@ -136,11 +136,16 @@ FP32 = {  # by head width, on every chip
     128: Tiles(Tile(32, 16, 8, 1), Tile(32, 32, 8, 2), Tile(16, 32, 8, 1)),
     256: Tiles(Tile(32, 16, 8, 2), Tile(32, 16, 8, 2), Tile(16, 32, 16, 1)),
 }
-WIDEST_HEAD = 256
+WIDEST_HEAD, WIDEST_IN_FP32 = 512, 256  # on a GPU
+
+
+def widest_head(dtype: torch.dtype) -> int:
+    """The widest head that a GPU's kernels take."""
+    return WIDEST_IN_FP32 if dtype == torch.float32 else WIDEST_HEAD
 
 
 def attention(device: torch.device, dtype: torch.dtype, D: int) -> Tiles:
-    """Of heads of width D, at most WIDEST_HEAD on a GPU."""
+    """Of heads of width D."""
     here, width = chip(device), max(64, head_block(D))
     if here.arch == 0:
         return INTERPRETED

@@ -24,8 +24,6 @@ from trireme.kernels.launch import cdiv, rows_bwd, rows_fwd
 from trireme.kernels.launcher import await_previous, launcher
 from trireme.kernels.reference import RMS, NormKind, NormStats
 
-CHUNK = 1024  # rows at a time of a wide norm's gradient that overwrites dy
-
 
 @triton.jit
 def _weight(p_w, o_w, mask, ADD_ONE: tl.constexpr):
@@ -219,10 +217,7 @@ def norm_bwd(
     dgate_: Tensor | None = None,
     dresidual: Tensor | None = None,
 ) -> None:
-    """As reference.norm_bwd; strides as in norm_fwd. With dresidual it and dx_ are contiguous.
-
-    If dx_ is dy, rows wider than WIDEST are computed CHUNK at a time, and weights' gradients rounded between.
-    """
+    """As reference.norm_bwd; strides as in norm_fwd. With dresidual it and dx_ are contiguous."""
     N, H, D = x.shape
     assert dy.shape == dx_.shape == x.shape
     assert dy.stride(2) == x.stride(2) == dx_.stride(2) == 1
@@ -232,15 +227,7 @@ def norm_bwd(
     assert all(t is None or (t.shape == x.shape and t.stride()[1:] == (D, 1)) for t in (gate, dgate_))
     assert dresidual is None or (dresidual.shape == x.shape and dresidual.is_contiguous() and dx_.is_contiguous())
     if D > launch.WIDEST and _same_memory(dy, dx_):  # programs would read what others have written
-        for a in range(0, N, CHUNK):
-            rows = slice(a, a + CHUNK)
-            part = torch.empty(dx_[rows].shape, dtype=dx_.dtype, device=dx_.device)
-            of = lambda t, rows=rows: None if t is None else t[rows]
-            own = NormStats(stats.rstd[rows], of(stats.mean))
-            given = dweight_, dbias_, of(gate), of(dgate_), of(dresidual)
-            norm_bwd(dy[rows], x[rows], weight, own, kind, part, *given)
-            dx_[rows].copy_(part)
-        return
+        dy = dy.clone()
     per_head = weight.dim() == 2
     heads, tile = H if per_head else 1, rows_bwd(x.device, N if per_head else N * H, D, x.itemsize)
     parts, shape = cdiv(D, tile.columns), (tile.programs, heads * D)

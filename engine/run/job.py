@@ -337,19 +337,20 @@ def computer(o: Options, cfg: ModelConfig) -> tuple[torch.device, Limits, Machin
     if limits.gpus > cfg.n_layers:
         blocks = count(cfg.n_layers, "block")
         raise InputError(f"--gpus {limits.gpus}: the model has {blocks}, a GPU computes one at least.")
-    if device.type == "cuda" and (wrong := _unfit(cfg, device, assumed)):
+    if device.type == "cuda" and (wrong := _unfit(cfg, o.dtype, device, assumed)):
         raise InputError(wrong)
     return device, limits, assumed
 
 
-def _unfit(cfg: ModelConfig, device: torch.device, assumed: Machine | None) -> str:
+def _unfit(cfg: ModelConfig, dtype: str, device: torch.device, assumed: Machine | None) -> str:
     """Why no kernel of this GPU computes the model, or none can be compiled; "" if all can."""
-    from trireme.kernels.launch import WIDEST_HEAD  # late: Triton takes a second
+    from trireme.kernels.launch import widest_head  # late: Triton takes a second
     from trireme.kernels.launcher import why_none
 
-    if cfg.widest_head > WIDEST_HEAD:
-        wide = f"the model has heads of {cfg.widest_head}"
-        return f"{wide}, and a GPU computes heads of {WIDEST_HEAD} at most. Add --device cpu."
+    most = widest_head(torch.float32 if dtype == "fp32" else torch.bfloat16)
+    if cfg.widest_head > most:
+        wide, inside = f"the model has heads of {cfg.widest_head}", " in fp32" if dtype == "fp32" else ""
+        return f"{wide}, and a GPU computes heads of {most}{inside} at most. Add --device cpu."
     if cfg.fp8 and (assumed.rates.fp8 == 0 if assumed else torch.cuda.get_device_capability(device) < (8, 9)):
         return "--dtype fp8: this GPU multiplies no fp8; Ada, Hopper and newer do. Leave it out."
     if not assumed and (why := why_none()):

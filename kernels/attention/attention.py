@@ -85,7 +85,7 @@ def attention_bwd(
 
 def _counted(q: Tensor, widths: tuple[int, int]) -> bool:
     """Whether q has no memory and heads of widths that a CPU alone computes: what a model on it takes is counted."""
-    return q.is_meta and not all(8 <= width <= launch.WIDEST_HEAD for width in widths)
+    return q.is_meta and not all(8 <= width <= launch.widest_head(q.dtype) for width in widths)
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, scale: float) -> None:
@@ -103,7 +103,7 @@ def _forward(
     """types of (q, out), widths of (keys, values), strides of (q, k, v, out)."""
     d, e = widths
     assert H % K == 0
-    assert all(8 <= width <= launch.WIDEST_HEAD for width in widths)
+    assert all(8 <= width <= launch.widest_head(types[0]) for width in widths)
     assert all(s[2] == 1 for s in strides)
     if aligned and not cap and _suits_hopper(device, types[0], widths, strides[:3]):
         from trireme.kernels.attention import hopper_fwd  # late: experimental parts of Triton
@@ -119,7 +119,7 @@ def _backward(
     """As _forward; types and strides of (dout, q, k, v, out, dq, dk, dv)."""
     d, e = widths
     assert H % K == 0
-    assert all(8 <= width <= launch.WIDEST_HEAD for width in widths)
+    assert all(8 <= width <= launch.widest_head(types[1]) for width in widths)
     assert all(s[2] == 1 for s in strides)
     if aligned and not cap and _suits_hopper(device, types[1], widths, strides[:4]):
         from trireme.kernels.attention import hopper_bwd  # late: experimental parts of Triton

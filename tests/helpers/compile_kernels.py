@@ -406,7 +406,7 @@ def kinds(arch: int) -> list:
         return []
     if arch == 86:  # fp32 has the same tiles on all chips
         return calls + [lambda d=d: attention_call(8, 2, d, dtype=FP32) for d in (64, 128, 192)]
-    heads = {90: (), 100: (128, 192), 120: (64, 128, 192), 121: ()}[arch]  # on sm_90 they are Gluon's
+    heads = {90: (512,), 100: (128, 192, 512), 120: (64, 128, 192, 512), 121: ()}[arch]  # others of sm_90 are Gluon's
     if arch == 121:  # tiles and memory are those of sm_120
         return [block_scaled_calls, lambda: attention_call(8, 2, 128)]
     calls += [lambda d=d: attention_call(8, 2, d) for d in heads]

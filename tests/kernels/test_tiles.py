@@ -47,7 +47,7 @@ def test_products_of_experts_have_a_wide_tile_on_hopper(on):
 @pytest.mark.parametrize("chip", CHIPS, ids=lambda chip: f"sm_{chip.arch}")
 def test_the_first_setting_is_used_and_all_keep_the_rows_that_documents_are_cut_into(on, chip):
     on(chip)
-    for width in (64, 128, 256):
+    for width in (64, 128, 256, 512):
         for kind, tile in launch.attention(GPU, torch.bfloat16, width)._asdict().items():
             each = settings(chip, f"attention_{kind} {width}")
             assert tile == each[0]
@@ -55,7 +55,7 @@ def test_the_first_setting_is_used_and_all_keep_the_rows_that_documents_are_cut_
     assert launch.grouped_add(GPU, torch.bfloat16) == settings(chip, "grouped_add")[0]
     assert launch.quantize(GPU, True) == settings(chip, "quantize both")[0]
     known = tried(chip)
-    assert all(len(set(each)) == len(each) > 1 for each in known.values())
+    assert all(len(set(each)) == len(each) for each in known.values())
     assert ("block_scaled" in known, "quantize" in known) == (chip.arch >= 120, chip.arch >= 89)
     assert ("grouped_mm" in known) == ("grouped_add" in known) == (chip.arch != 90)
 
