@@ -167,6 +167,7 @@ PLANS = {  # name -> model, method, its units and other decisions
 }  # fmt: skip
 
 
+@pytest.mark.grid("all in ram", "late moments, F32")
 @pytest.mark.parametrize("name", PLANS)
 def test_placement_never_changes_the_numbers(name):
     model, method, units, more = PLANS[name]
