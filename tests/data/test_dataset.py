@@ -77,14 +77,16 @@ def test_what_becomes_of_every_token(tmp_path_factory, lengths, seq_len, long, p
     data = load_dataset([str(path)], None, DataOptions(seq_len=seq_len, long=long, pack=pack))
     cut = (lambda row: row[:seq_len]) if long == "cut" else lambda row: row
     labels = sorted(token for row in expected for token in cut(row)[1:])
-    per_epoch = data.steps_per_epoch(batch)
+    per_epoch, orders = data.steps_per_epoch(batch), []
     for epoch in (0, 1):
         steps = [mb for i in range(epoch * per_epoch, (epoch + 1) * per_epoch) for mb in data.step(i, batch, 2)]
         assert sorted(label for mb in steps for label in mb.labels.tolist() if label >= 0) == labels
         assert all(max(mb.lengths) <= seq_len and sum(mb.lengths) <= 2 * seq_len for mb in steps)
+        orders.append([mb.ids.tolist() for mb in steps])
         for mb in steps:
             follows = mb.labels[:-1] >= 0
             assert (mb.ids[1:][follows] == mb.labels[:-1][follows]).mean() == 1 or long == "split"
+    assert orders[0] != orders[1] or data.n_sequences < 8  # an order of its own for each epoch
     again = load_dataset([str(path)], None, DataOptions(seq_len=seq_len, long=long, pack=pack))
     assert again.fingerprint == data.fingerprint
     assert flat(again.step(per_epoch, batch, 2)) == flat(data.step(per_epoch, batch, 2))
