@@ -98,6 +98,9 @@ def test_a_spoiled_file_is_made_again_or_refused_with_the_way_on(bench, name, ho
         assert ended.code in (2, 4), ended.said
         assert last.startswith("error: ")
         assert re.search(WAY, last), last
+        if way := re.search("--export last", last):
+            resume = ["--resume", str(folder / "out"), "--store", str(folder / "store"), *way[0].split()]
+            assert run(resume, folder, KINDS[kind], cache=folder / "cache").code == 0
 
 
 def continued(bench, kind: str, folder, first: str):
