@@ -73,8 +73,7 @@ PARTS = {
     "classes": Place(FAR, dict(gradients="ssd"), ("--method", "classify"), data="classes.jsonl"),
 }
 EVERYWHERE = PLACES | PARTS
-TEACHER = ("--teacher", "MODEL", "--top-k", "8")
-KINDS = EVERYWHERE | {"taught": Place(UnitPlan("ram", "ram"), {}, TEACHER)}  # which is not killed
+KINDS = EVERYWHERE | {"taught": Place(UnitPlan("ram", "ram"), {}, ("--teacher", "MODEL", "--top-k", "8"))}
 TIMED = ("config.yaml", "log.jsonl", "report.html")  # files that hold times or paths
 STOP = 5  # the step that a stopped run ends with: after a snapshot and the best checkpoint
 GOLDEN = 0.6180339887498949  # its multiples, modulo 1, are spread evenly however many there are

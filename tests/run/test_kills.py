@@ -22,7 +22,6 @@ FILES = {
     "tokenizer of the best": ("host 32", "out/.run/best-*/tokenizer.json"),
     "best beside": ("host 8", "out/.run/best-*/model.safetensors"),
     "adapter of the best": ("adapters", "out/.run/best-*/adapter_model.safetensors"),
-    "step-N": ("host 8", "out/step-3/model.safetensors"),
     "reference": ("compared", "out/.run/reference.npz"),
     "cached reference": ("compared", "cache/reference/*.npz"),
     "scores": ("taught", "out/.run/teacher/train/part-*.safetensors"),
@@ -99,11 +98,10 @@ def test_a_spoiled_file_is_made_again_or_refused_with_the_way_on(bench, name, ho
         assert last.startswith("error: ")
         assert re.search(WAY, last), last
         if way := re.search("--export last", last):
-            resume = ["--resume", str(folder / "out"), "--store", str(folder / "store"), *way[0].split()]
-            assert run(resume, folder, KINDS[kind], cache=folder / "cache").code == 0
+            assert continued(bench, kind, folder, "--resume", *way[0].split()).code == 0
 
 
-def continued(bench, kind: str, folder, first: str):
+def continued(bench, kind: str, folder, first: str, *words: str):
     """The end of the run by --resume, or by the same command and the one that its answer names."""
     out, place, more = folder / "out", KINDS[kind], dict(cache=folder / "cache")
     if first == "the same command":
@@ -112,7 +110,7 @@ def continued(bench, kind: str, folder, first: str):
         if ended.code == 0 or "Continue it: --resume" not in ended.said:
             return ended
         assert before == {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    return run(["--resume", str(out), "--store", str(folder / "store")], folder, place, **more)
+    return run(["--resume", str(out), "--store", str(folder / "store"), *words], folder, place, **more)
 
 
 def spoil(path, how: str) -> None:
