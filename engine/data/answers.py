@@ -171,7 +171,9 @@ def _unknown(raw: Fields, row: Fields, among: Sequence[Form], how: _How) -> str:
     if not way_out:
         advice = _map_that_reads(raw, how, _likely(raw, among, how))
         way_out = (
-            f" Perhaps {advice}." if advice else " Rename columns, as in --map instruction=question,output=answer."
+            f" Perhaps {advice}."
+            if advice
+            else " Rename columns, as in --map instruction=question,output=answer; calls are written in messages."
         )
     near = " Labelled answers are for --method kto." if among is PAIRS and row.get("label") is not None else ""
     return f"no known form of a row: {seen}. Expected the keys {known}.{way_out}{near}"
@@ -278,12 +280,12 @@ def _apart(context: list[Any], mine: list[Any], other: list[Any]) -> tuple[list[
     while same < min(len(mine), len(other)) - 1 and mine[same] == other[same]:
         same += 1
     shared, answer = mine[:same], mine[same:]
-    prompt, begun = ([(role_of(m), _content(m)) for m in messages] for messages in (context, shared))
-    if not (prompt and begun) or prompt == begun[-len(prompt) :]:
+    prompt, start = ([(role_of(m), _content(m)) for m in messages] for messages in (context, shared))
+    if not (prompt and start) or prompt == start[-len(prompt) :]:
         before = shared or context
-    elif n := next((n for n in range(min(len(prompt), len(begun)), 0, -1) if prompt[-n:] == begun[:n]), 0):
+    elif n := next((n for n in range(min(len(prompt), len(start)), 0, -1) if prompt[-n:] == start[:n]), 0):
         before = [*context[:-n], *shared]
-    elif len(prompt) == 1 and prompt == [turn for turn in begun if turn[0] == "user"][:1]:
+    elif len(prompt) == 1 and prompt == [turn for turn in start if turn[0] == "user"][:1]:
         before = shared
     else:
         raise BadRow("'prompt' is not what 'chosen' and 'rejected' begin with; leave it out: --map unused=prompt")

@@ -23,7 +23,7 @@ PIECE = np.dtype([("file", "<u2"), ("start", "<i8"), ("length", "<i4"), ("goes_o
 
 _HOLD_OUT, _WEIGH = 1 << 32, 1 << 33  # random keys, other than epoch numbers
 _FEW = 8  # documents; fewer are no sample, and parts of all are held out
-_TRIES = 8  # counterparts that are asked for other words
+_TRIES = 8  # counterparts that are tried for other words
 
 
 def documents_of(files: Sequence[TokenFile], kind: str) -> np.ndarray:
@@ -43,20 +43,18 @@ def counterparts(prompts: np.ndarray, words: np.ndarray) -> np.ndarray:
     `prompts`, `words` (n,): hashes. Raises InputError if all prompts are equal.
     """
     n, order = len(prompts), np.argsort(prompts, kind="stable")
-    asked, said = prompts[order], words[order]
-    _, sizes = np.unique(asked, return_counts=True)
-    if len(sizes) < 2:
-        raise InputError(
-            "--method kto compares each answer with that of another prompt, and there is one prompt alone."
-        )
+    prompts, words = prompts[order], words[order]  # answers of a prompt are side by side
+    most = int(np.unique(prompts, return_counts=True)[1].max())
+    if most == n:
+        raise InputError("--method kto compares an answer with that of another prompt, and there is one prompt alone.")
     chosen = np.full(n, -1)
-    for shift in range(sizes.max(), min(n, int(sizes.max()) + _TRIES)):  # answers of a prompt are side by side
+    for shift in range(most, min(n, most + _TRIES)):
         other = (np.arange(n) + shift) % n
-        fits = asked[other] != asked
-        better = fits & ((chosen < 0) | ((said[chosen] == said) & (said[other] != said)))
+        better = (chosen < 0) | ((words[chosen] == words) & (words[other] != words))
+        better &= prompts[other] != prompts
         chosen[better] = other[better]
     left = np.flatnonzero(chosen < 0)  # where most answers are of one prompt
-    others = np.flatnonzero(asked != asked[left[0]]) if len(left) else left
+    others = np.flatnonzero(prompts != prompts[left[0]]) if len(left) else left
     chosen[left] = others[np.arange(len(left)) % max(1, len(others))]
     result = np.empty(n, np.int64)
     result[order] = order[chosen]

@@ -252,10 +252,10 @@ def turns_of(turn: Any, where: str) -> list[Any]:
         raise BadRow(f"{where}: {_CALL} comes after all other parts, {_ANSWER} before them, and not both in a message")
     if calls:
         return [{**turn, "content": others, "tool_calls": [{**call, "type": "function"} for call in calls]}]
-    results = [{"role": "tool", "content": part.get("content") or "", **_about(part)} for part in answers]
+    read = ("type", "tool_use_id", "content")
+    results = [
+        {"role": "tool", "content": part.get("content") or "", "tool_call_id": part.get("tool_use_id") or None}
+        | {key: value for key, value in part.items() if key not in read and value}
+        for part in answers
+    ]
     return [*results, {**turn, "content": others}] if others else [*results[:-1], {**turn, **results[-1]}]
-
-
-def _about(part: Fields) -> Fields:
-    about = {key: value for key, value in part.items() if key not in ("type", "tool_use_id", "content") and value}
-    return {**({"tool_call_id": part["tool_use_id"]} if part.get("tool_use_id") else {}), **about}

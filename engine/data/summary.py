@@ -101,7 +101,12 @@ class Report:
         """Lines on rows that were cut, split or dropped."""
         f, o, lines = self.fitted, self.options, list[str]()
         if f.longer:
-            counts = {"cut": f.cut, "split": f.split, "dropped": f.dropped, "dropped with all that they train": f.lost}
+            counts = {
+                "cut": f.cut,
+                "split": f.split,
+                "dropped": f.dropped,
+                "dropped, as what they train lies beyond it": f.lost,
+            }
             what = ", ".join(f"{n:,} {word}" for word, n in counts.items() if n)
             ways = "cut|drop|error" if o.paired else "cut|drop|split|error"
             lines.append(
