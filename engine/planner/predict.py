@@ -40,7 +40,6 @@ MICRO: tuple[Kind, ...] = ("forward", "backward", "loss")  # tasks of each micro
 MIN_GROUPS = 8  # groups of micro-batches that are simulated, at least
 MIN_PER_GPU = 4  # the same for each of several GPUs
 PIECES = 16  # pieces of the largest gradient in a rough simulation, at most
-MOVED = 1.5  # kernels read some arguments twice, and are slower than a copy: fitted to steps of an H200
 HALF = 450  # tokens of a document with half of attention's best rate: shares are 0.54, 0.70, 0.73 at 1k, 4k, 8k
 CACHED = 1024  # predictions
 STEADY, STEPS = 1e-4, 12  # relative change of steps in a steady state; steps that are simulated to reach it, at most
@@ -366,6 +365,6 @@ def pass_seconds(work: Work, rates: Rates, batch: Batch) -> float:
     }  # fmt: skip
     in_fp8 = {"fp8": rates.gemm_fp8, "grouped fp8": rates.grouped_fp8}
     speed = {kind: rates.matmul * s for kind, s in share.items()} | {kind: rates.fp8 * s for kind, s in in_fp8.items()}
-    seconds = sum(flops / speed[kind] for kind, flops in work.flops.items()) + MOVED * work.moved / rates.copy
+    seconds = sum(flops / speed[kind] for kind, flops in work.flops.items()) + work.moved / rates.copy
     grouped = "grouped fp8" if "grouped fp8" in work.flops else "grouped"
     return seconds + work.padded / speed[grouped] if work.padded else seconds

@@ -52,18 +52,18 @@ class Rates:
     net: float = 1.25e9  # bytes/s from a host to another; 10 Gb/s where not measured
     # Share of `matmul`: a block's matmuls, attention over long documents (d 128). Medians of task times on an H200,
     # LLaMA shapes of 1.3B to 13B, and attention's benchmark.
-    gemm: float = 0.885
+    gemm: float = 0.865
     gemm_fp8: float = 0.84  # of `fp8`
-    # Grouped GEMMs of experts (kernels/experts) at 32,768 tokens, Qwen3-30B, gpt-oss, Mixtral: 0.59 to 0.76 without the
-    # padding of tiles; gradients of matrices.
-    grouped: float = 0.65
+    # Grouped GEMMs of experts (kernels/experts) without the padding of tiles, and gradients of their matrices: tasks of
+    # gpt-oss, Qwen3-30B, Mixtral, DeepSeek-V3 and Granite on an H200 take 0.95 to 1.1 times as long.
+    grouped: float = 0.75
     grouped_fp8: float = 0.50  # of `fp8`: 0.44 to 0.59, on an H100
-    grouped_add: float = 0.50
+    grouped_add: float = 0.60
     attention: float = 0.76
     attention_backward: float = 0.50
-    # Recurrences, measured where a model has them. Of Qwen3.5-35B-A3B, 16,384 tokens in 8 documents, on an H100.
+    # Recurrences, measured where a model has them. Of Qwen3.5-9B and Granite 4, documents of 1,024 tokens, on an H200.
     scan: float = 0.11
-    scan_backward: float = 0.11
+    scan_backward: float = 0.045
     # Share of these that tasks reach; corrected in a run.
     forward: float = 1.0
     backward: float = 1.0

@@ -168,7 +168,7 @@ def test_experts_products_are_slower_than_dense_ones_and_small_groups_slower_sti
     for kind, shares in (("forward", dict(grouped=0.1)), ("backward", dict(grouped_add=0.1))):
         long, short = (seconds(batch, **shares)[kind, "block000"] / batch.tokens for batch in batches)
         assert long > 2 * seconds(batches[0])[kind, "block000"] / batches[0].tokens
-        assert short > 1.5 * long  # 32 rows an expert, and half a tile of nothing
+        assert short > 1.4 * long  # 32 rows an expert, and half a tile of nothing
 
 
 def test_labels_that_do_not_count_cost_nothing():
