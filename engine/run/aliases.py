@@ -85,8 +85,8 @@ def is_known(key: str) -> bool:
 
 def translated(values: Mapping[str, Any], where: str = "") -> dict[str, Any]:
     """Values of our options, of the names and values of others. Raises InputError."""
-    words = {"true": True, "false": False}
-    left = {key.replace("_", "-"): words.get(v.lower(), v) if isinstance(v, str) else v for key, v in values.items()}
+    words = {"true": True, "True": True, "false": False, "False": False}
+    left = {key.replace("_", "-"): words.get(v, v) if isinstance(v, str) else v for key, v in values.items()}
     if left.get("push-to-hub"):
         screen.say("note: push-to-hub is not read: --push OWNER/NAME uploads the result")
     try:
@@ -131,20 +131,16 @@ def _computed(left: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     for key in [key for key in left if key.startswith("lora-") and (full or adapter or left.get("lora-model-dir"))]:
         if full or key not in ("lora-model-dir", "lora-dropout"):
             del left[key]
-    if isinstance(test := left.pop("test-datasets", None), list) and isinstance(test[0], dict):
-        yield "val", test[0].get("path")
-    for key in ("dataset", "datasets"):
-        if sets := left.get(key):
-            sets = sets if isinstance(sets, list) else sets.split(",") if isinstance(sets, str) else [sets]
-            left[key] = list(_paths(sets, Path(str(left.get("dataset-dir") or "data"))))
+    for key in {"dataset", "datasets"} & left.keys():
+        left[key] = list(_paths(left[key], Path(str(left.get("dataset-dir") or "data"))))
 
 
-def _paths(sets: list[Any], folder: Path) -> Iterator[str]:
+def _paths(sets: Any, folder: Path) -> Iterator[str]:
     """Paths of axolotl's data sets, or of names in LLaMA-Factory's dataset_info.json."""
     info = dict[str, Any]()
     with suppress(OSError, ValueError):
         info = json.loads((folder / "dataset_info.json").read_text())
-    for each in sets:
+    for each in sets if isinstance(sets, list) else str(sets).split(",") if sets else ():
         name = str(each.get("path", "?") if isinstance(each, dict) else each).strip()
         yield str(folder / info[name]["file_name"]) if name in info else name
 

@@ -19,7 +19,7 @@ import textwrap
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, nullcontext, suppress
-from dataclasses import Field, replace
+from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
 from typing import Any, NoReturn
@@ -253,27 +253,25 @@ def _help(command: str, cls: type[Base]) -> Iterator[str]:
     width, options = min(112, shutil.get_terminal_size((113, 24)).columns - 1), table(cls)
     words = " ".join(f.metadata["metavar"] for name, f in options.items() if name in ("folder", "name"))
     yield f"usage: trireme {f'{command} {words}' if command else 'CHECKPOINT --data FILE [--out DIR]'} [options]"
-    about = cls.__doc__ if command else "Fine-tunes CHECKPOINT, a Hugging Face model's folder or its name on the hub."
-    yield from ("", about or "")
+    yield ""
+    yield (
+        cls.__doc__ or "" if command else "Fine-tunes CHECKPOINT, a Hugging Face model's folder or its name on the hub."
+    )
     hidden = ("folder", "name") if command else ("model",)
     for group in GROUPS:
         rows = [f for name, f in options.items() if f.metadata["group"] == group and name not in hidden]
         yield from ("", f"{group}:") if rows else ()
         for f in rows:
             head = f"  {flag(f.name)} {f.metadata['metavar']}"
-            texts = textwrap.wrap(_about(f), width - 32, break_long_words=False, break_on_hyphens=False)
+            shown = ",".join(map(str, f.default)) if isinstance(f.default, tuple) else str(f.default)
+            is_known = "[" in f.metadata["help"] or f.default in (None, False, "", ())
+            about = f.metadata["help"] + (f" [{shown}]" if not is_known else "")
+            texts = textwrap.wrap(about, width - 32, break_long_words=False, break_on_hyphens=False)
             yield from [head] if len(head) > 30 else []
             for n, text in enumerate(texts):
                 yield f"{head if n == 0 and len(head) <= 30 else '':32}{text}"
     if not command:
         yield f"\nOther commands, each with its own --help: {', '.join(COMMANDS)}. Names of other trainers work too."
-
-
-def _about(f: Field[Any]) -> str:
-    """The help of an option, with its default."""
-    text, default = f.metadata["help"], f.default
-    plain = "[" in text or default in (None, False, "", ())
-    return text if plain else f"{text} [{','.join(map(str, default)) if isinstance(default, tuple) else default}]"
 
 
 def _version() -> str:

@@ -18,7 +18,7 @@ TRAIN, FAINT, EVAL = "#1f5fa8", "#b9cde4", "#d8572a"
 Point = tuple[float, float]
 STYLE = """
 body{font:15px/1.5 system-ui,sans-serif;max-width:860px;margin:2em auto;padding:0 1em;color:#222}
-h1{font-size:1.3em}h2{font-size:1.05em;margin-top:2em}pre{white-space:pre-wrap;background:#f6f6f4;padding:.7em}
+h2{font-size:1.1em;margin-top:2em}pre{white-space:pre-wrap;background:#f6f6f4;padding:.7em}
 mark{background:#ffe08a}td,th{padding:.15em .9em .15em 0;text-align:left;vertical-align:top}
 th{color:#666;font-weight:400}
 """
@@ -40,21 +40,18 @@ def page(records: Sequence[dict[str, Any]], facts: Facts) -> str:
     """The page as HTML."""
     train = [(r["step"], r["loss"]) for r in records if "loss" in r]
     evals = [r for r in records if "eval_loss" in r]
-    parts = [f"<h1>{escape(facts.title)}</h1>", curve(train, [(r["step"], r["eval_loss"]) for r in evals], facts.axis)]
-    if evals:
-        rows = [(f"{r['step']:,}", f"{r['eval_loss']:.4f}", r.get("sample", "")) for r in thinned(evals)]
-        parts += ["<h2>Evaluations</h2>", table([("step", "loss", "sample"), *rows])]
-    if facts.examples:
-        parts += [
-            "<h2>What is learned: the marked part</h2>",
-            *(f"<pre>{marked(text)}</pre>" for text in facts.examples),
-        ]
-    if facts.report:
-        parts += ["<h2>Before the first step</h2>", f"<pre>{escape(chr(10).join(facts.report))}</pre>"]
-    parts += ["<h2>Settings</h2>", table([(key, str(value)) for key, value in facts.settings.items()])]
-    parts += ["<h2>Time</h2>", f"<p>{escape(facts.timing)}</p>"] if facts.timing else []
+    rows = [(f"{r['step']:,}", f"{r['eval_loss']:.4f}", r.get("sample", "")) for r in thinned(evals)]
+    sections = {
+        facts.title: curve(train, [(r["step"], r["eval_loss"]) for r in evals], facts.axis),
+        "Evaluations": table([("step", "loss", "sample"), *rows]) if rows else "",
+        "What is learned: the marked part": "".join(f"<pre>{marked(text)}</pre>" for text in facts.examples),
+        "Before the first step": f"<pre>{escape(chr(10).join(facts.report))}</pre>" * bool(facts.report),
+        "Settings": table([(key, str(value)) for key, value in facts.settings.items()]),
+        "Time": escape(facts.timing),
+    }
+    body = "".join(f"<h2>{escape(title)}</h2>{content}" for title, content in sections.items() if content)
     head = f'<meta charset="utf-8"><title>{escape(facts.title)}</title><style>{STYLE}</style>'
-    return f"<!doctype html><html><head>{head}</head><body>{''.join(parts)}</body></html>\n"
+    return f"<!doctype html><html><head>{head}</head><body>{body}</body></html>\n"
 
 
 def table(rows: Sequence[Sequence[str]]) -> str:

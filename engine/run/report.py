@@ -21,7 +21,6 @@ from trireme.engine.planner.lines import (
     wear_warning,
 )
 from trireme.engine.planner.whole import Events, compile_s, estimated_parts, evaluation_s, written
-from trireme.engine.queues.names import NET
 from trireme.engine.run import screen
 from trireme.engine.run.evaluate import LONGEST, MAX_NEW
 from trireme.engine.run.job import BYTES, Job, bytes_of
@@ -59,7 +58,6 @@ def lines(job: Job) -> Iterator[str]:
         "trained": trained_lines(job.cfg, {"--train": o.train, "--freeze": o.freeze}) if o.train or o.freeze else [],
         "machine": _machine(job) if full or job.on_gpu else [],
         "steps": [_steps(job)],
-        "hosts": _hosts(job),
         "eval": _evaluations(job),
         "ssd": [wear] if wear and (full or job.plan.uses("ssd")) else [],
         "disk": [disk_line(f) if full else _disk(job)],
@@ -110,19 +108,17 @@ def _experts(job: Job) -> list[str]:
 
 def _base(job: Job) -> list[str]:
     """What happens to packed matrices."""
-    packing, source, texts = job.cfg.packing, job.source, list[str]()
+    packing, source = job.cfg.packing, job.source
     if packing is None:
-        return texts
-    if kept := sum(t.nbytes for layout in job.forecast.geo.base for t in layout.tensors if packing.part_of(t.name)):
-        texts.append(f"frozen matrices stay in {packing.word}, {gib(kept)}, until the GPU decodes them, layer by layer")
+        return []
     if isinstance(source, Cached):
         how = f"{'read from' if source.is_made() else 'quantized into'} {source.file}, {gib(source.file_bytes)}"
-        texts.append(f"{how}; merges use the checkpoint's own values")
-    elif not isinstance(source, Packed):
-        left = source.inner.auxiliary.keys() - source.auxiliary.keys() if isinstance(source, Rewritten) else set()
-        without = f", without {', '.join(sorted(left))}" if left else ""
-        texts.append(f"{packing.word} is decoded as it is read; the output is bf16, as its config.json says{without}")
-    return texts
+        return [f"{packing.word}, {how}; merges use the checkpoint's own values"]
+    if isinstance(source, Packed):
+        return [f"frozen matrices stay in {packing.word} until the GPU decodes them, layer by layer"]
+    left = source.inner.auxiliary.keys() - source.auxiliary.keys() if isinstance(source, Rewritten) else set()
+    without = f", without {', '.join(sorted(left))}" if left else ""
+    return [f"{packing.word} is decoded as it is read; the output is bf16, as its config.json says{without}"]
 
 
 def _no_data(job: Job) -> str:
@@ -175,17 +171,6 @@ def _steps(job: Job) -> str:
     each = f"{count(work.sequences, 'sequence')}{fewer} of up to {work.seq_len:,} tokens"
     micro = f"{n} micro-batch{'es' * (n > 1)} of {job.rows}{' on each host' * (job.plan.hosts > 1)}"
     return f"{work.steps:,} of {each}{epochs}; {micro}"
-
-
-def _hosts(job: Job) -> list[str]:
-    """What several hosts share, and how much of a step the network takes: on the last host, which sends most."""
-    hosts, step, rate = job.plan.hosts, job.forecast.step, job.machine.rates.net
-    if hosts == 1:
-        return []
-    moved = gb(int(sum(span.nbytes for span in step.spans if span.queue in NET)))
-    share = f": {seconds(step.busy['net'])} of a step of {seconds(step.step_s)}" if job.on_gpu else ""
-    shares = f"{hosts}, each with a share of micro-batches and optimizer state, and all weights"
-    return [f"{shares}; {moved} a step through the network at {rate / 1e9:.2g} GB/s{share}"]
 
 
 def _evaluations(job: Job) -> list[str]:

@@ -79,7 +79,7 @@ def test_torchrun_begins_hosts(folder, whole):
     env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run([*begin, *command(folder, out)], capture_output=True, text=True, env=env, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
-    assert "hosts    2, " in done.stdout
+    assert "on each host" in done.stdout
     assert same(out, whole)
 
 
