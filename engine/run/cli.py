@@ -36,6 +36,7 @@ from trireme.storage.untrusted import quoted
 
 MODULES = {name: f"trireme.engine.run.after.{name}" for name in COMMANDS} | {"": "trireme.engine.run.loop"}
 NO_MEMORY, NO_THREAD = (errno.ENOMEM, errno.EAGAIN), "can't start new thread"  # Python's words
+EXPECTED = {InputError: 2, CheckpointError: 2, DoesNotFit: 3, LostHost: 4}
 MISNAMED = (errno.ENAMETOOLONG, errno.ELOOP, errno.EEXIST)
 FAILING = (errno.EIO, errno.ESTALE, errno.EREMOTEIO, errno.EUCLEAN)  # a drive, or a server of files
 CURES = dict.fromkeys(FAILING, " Is its drive failing? See dmesg.")
@@ -103,14 +104,10 @@ def main(argv: Sequence[str]) -> int:
 
 def explained(error: BaseException) -> tuple[str, int]:
     """The message and the exit code of an expected error; raises others."""
-    number = getattr(error, "errno", None)
-    if isinstance(error, (InputError, CheckpointError)):
-        behind = getattr(error.__context__, "errno", None)  # a drive that failed to read a user's file
-        return str(error), 4 if behind in FAILING else 2
-    if isinstance(error, DoesNotFit):
-        return str(error), 3
-    if isinstance(error, LostHost):
-        return f"{str(error).rstrip('.')}.", 4
+    number, behind = getattr(error, "errno", None), getattr(error.__context__, "errno", None)
+    for kind, code in EXPECTED.items():
+        if isinstance(error, kind):
+            return str(error), 4 if behind in FAILING else code  # a drive failed to read a user's file
     if isinstance(error, BrokenPipeError):
         return "", 141
     if isinstance(error, MemoryError) or number in NO_MEMORY or str(error) == NO_THREAD:
