@@ -96,6 +96,16 @@ def test_a_run_that_stops_before_its_first_snapshot_leaves_nothing_or_begins_aga
     assert len(losses(tmp_path / "out")) == 6
 
 
+def test_the_best_is_of_the_lowest_evaluation(checkpoint, tmp_path):
+    """At this rate the loss rises after a few steps."""
+    run = replace(options(checkpoint, tmp_path / "out", "gpu", val="0.2", export="best", schedule="constant"), lr=0.1)
+    train(replace(run, warmup=0.0, eval_every=every("1"), export_every=every("1")))
+    evals = {r["step"]: r["eval_loss"] for r in records(run.out, "eval_loss") if r["step"]}
+    best = min(evals, key=evals.get)
+    assert best < max(evals) > 1
+    assert weights(run.out) == weights(Path(run.out, f"step-{best}"))
+
+
 # ---------------------------------------------------------------- longer runs
 
 
