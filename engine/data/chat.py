@@ -12,7 +12,6 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from copy import copy
 from functools import cached_property
 from os.path import commonprefix
 from typing import Any, NamedTuple, TypeVar
@@ -54,7 +53,7 @@ class Marked(NamedTuple):
 
 
 class _Ends(NamedTuple):
-    """What a template writes after the words of the assistant."""
+    """What a template writes after the words of the assistant, in {% generation %} if it has tags."""
 
     last: str  # in the last turn
     earlier: str  # in an earlier one
@@ -76,8 +75,7 @@ class ChatTemplate:
         generation stops, `eos` among them. Raises as Template.
         """
         self._templates = {name: Template(source, variables, date) for name, source in sources.items()}
-        self._styles: dict[bool, _Style] = {}
-        self._variants: dict[str, ChatTemplate] = {}
+        self._styles: dict[tuple[bool, str], _Style] = {}
         self._stops, self._eos = tuple(stops), eos or ""
         self.date = date if any("strftime_now" in source for source in sources.values()) else None  # that is written
         self._parts: list[Any] = [sources, variables, *([self.date] if self.date else [])]
@@ -99,14 +97,14 @@ class ChatTemplate:
 
     def prompt(self, chat: Chat) -> str:
         """Messages to answer as `mark` writes them, with the opening of the answer. Raises BadRow."""
-        style = self._with(chat.variables)._style(chat.tools)
+        style = self._style(chat.tools, chat.variables)
         text, _ = style.written(chat, lambda messages: style.template.text(messages, chat.tools, prompt=True))
         _check_tools(chat.tools, text)
         return text
 
     def mark(self, chat: Chat) -> Marked:
         """The text with the characters to train on. Raises BadRow if they are unclear."""
-        marked = self._with(chat.variables)._style(chat.tools).mark(chat)
+        marked = self._style(chat.tools, chat.variables).mark(chat)
         return marked._replace(unread=(*marked.unread, *self.unread(chat.variables or {}, chat.tools)))
 
     def unread(self, variables: Mapping[str, Any], tools: list[Fields] | None) -> list[str]:
@@ -119,27 +117,21 @@ class ChatTemplate:
         date = f"the chat template writes the date into conversations: {self.date} in the whole run"
         return [*([date] if self.date else []), *self._style(_TOOLS if tools else None).notes()]
 
-    def _with(self, variables: Mapping[str, Any] | None) -> ChatTemplate:
-        """The same template with more variables. Raises BadRow if it may not have them."""
-        if not variables:
-            return self
+    def _style(self, tools: list[Fields] | None, variables: Mapping[str, Any] | None = None) -> _Style:
+        """The template for conversations with tools or none, with more variables. Raises BadRow if it may not have
+        them.
+        """
+        variables = variables or {}
         if taken := [name for name in variables if name in _TAKEN or not name.isidentifier()]:
             what = "which is set by other means" if taken[0] in _TAKEN else "which is not a variable name"
             raise BadRow(f"'chat_template_kwargs' sets {taken[0]!r}, {what}; leave it out")
-        key = json.dumps(variables, sort_keys=True)
-        if key not in self._variants:
-            if len(self._variants) >= _SETS:
-                self._variants.clear()
-            self._variants[key] = other = copy(self)
-            other._templates = {name: template.with_variables(variables) for name, template in self._templates.items()}
-            other._styles = {}
-        return self._variants[key]
-
-    def _style(self, tools: list[Fields] | None) -> _Style:
-        key = tools is not None
+        key = tools is not None, json.dumps(variables, sort_keys=True)
         if key not in self._styles:
-            name = "tool_use" if key and "tool_use" in self._templates else "default"
-            self._styles[key] = _Style(self._templates[name], _TOOLS if key else None, self._stops, self._eos)
+            if len(self._styles) >= _SETS:
+                self._styles.clear()
+            template = self._templates["tool_use" if key[0] and "tool_use" in self._templates else "default"]
+            probes = _TOOLS if key[0] else None
+            self._styles[key] = _Style(template.with_variables(variables), probes, self._stops, self._eos)
         return self._styles[key]
 
 
@@ -270,29 +262,17 @@ class _Style:
 
     def notes(self) -> list[str]:
         """Notes for the user, but for the date."""
-        notes, tags, (end, after) = [], self.template.tags, self._learned_end()
-        if not end and tags:
-            what = f"leave out the end of the turn{f' ({after})' if after else ''}"
-            notes.append(f"the chat template's {{% generation %}} tags {what}, so stopping is not learned")
-        elif not end and not self.last_end:
-            notes.append("the chat template ends the assistant's last message with no mark, so stopping is not learned")
-        elif end and self._stops and not end.startswith(self._stops):
-            stops = ", ".join(self._stops[:3])
-            notes.append(
-                f"the chat template ends answers with {end}, but generation stops at {stops}: add it to eos_token_id"
-            )
-        return notes
-
-    def _learned_end(self) -> tuple[str, str]:
-        """(what is trained after the words of a turn, what follows in the same line)."""
-        if not self.template.tags:
-            return self._ends.last.strip().partition("\n")[0][:NAME], ""
-        with suppress(BadRow):
-            result = self.template.render([_QUESTION, _PROBE], self._tools)
-            for start, stop in result.generated:
-                end = result.text[start:stop].rpartition(PROBE)[2].strip()
-                return end[:NAME], result.text[stop:].strip().partition("\n")[0][:NAME]
-        return "?", ""
+        end, stops = self._ends.last.strip().partition("\n")[0][:NAME], ", ".join(self._stops[:3])
+        if not end and self.template.tags:
+            return [
+                "the chat template's {% generation %} tags leave out the end of the turn, so stopping is not learned"
+            ]
+        if not end and not self.last_end:
+            return ["the chat template ends the assistant's last message with no mark, so stopping is not learned"]
+        if end and self._stops and not end.startswith(self._stops):
+            what = f"the chat template ends answers with {end}, but generation stops at {stops}"
+            return [f"{what}: add it to eos_token_id"]
+        return []
 
     # ------------------------------------------------ probes
 
@@ -302,7 +282,8 @@ class _Style:
         for reply in _replies()[:2]:
             with suppress(BadRow):  # twice: many templates write the last turn, with its thoughts, differently
                 rendering = self.template.render([_QUESTION, reply, _QUESTION, reply], self._tools)
-                for start, stop in (span for i in (1, 3) for span in rendering.turns.get(i, ())):
+                turns = [span for i in (1, 3) for span in rendering.turns.get(i, ())]
+                for start, stop in rendering.generated if self.template.tags else turns:
                     _, probe, after = rendering.text[start:stop].rpartition(PROBE)
                     if probe:
                         last, earlier = after, earlier or after
@@ -337,8 +318,8 @@ class _Style:
                 "tool": [[_QUESTION, *talk] for talk in _calls("?")],
                 "assistant": [[_QUESTION, _REPLY]],
             }.get(role, [[{**_QUESTION, "role": role}]])
-            found = next(filter(None, map(self._openings_behind, befores)), [])
-            self._opening[role] = found if found or role == "user" else self._openings("user")
+            openings = next(filter(None, map(self._openings_behind, befores)), [])
+            self._opening[role] = openings if openings or role == "user" else self._openings("user")
         return self._opening[role]
 
     def _openings_behind(self, before: list[Fields]) -> list[str]:

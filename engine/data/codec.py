@@ -65,7 +65,7 @@ class Facts(NamedTuple):
     notes: tuple[str, ...]  # for the user
     template_notes: tuple[str, ...]  # on conversations without tools
     tool_notes: tuple[str, ...]  # on those with tools
-    alpaca: bool = False  # the template has the wording of Alpaca
+    alpaca: bool  # the template has the wording of Alpaca
 
 
 class Codec:
@@ -207,17 +207,19 @@ def encoded(codec: Codec | None, batches: Iterable[Numbered], nbytes: int) -> It
 def _results(codec: Codec, batch: Numbered, future: Future[Encoded]) -> Iterator[tuple[Numbered, Encoded]]:
     try:
         results = [(batch, future.result())]
-    except (RecursionError, *LOST):  # which row?
+    except (RecursionError, *LOST):  # which row? They run alone, so that no other is blamed
+        codec.close()
         results = [([row], _encoded_alone(codec, *row)) for row in batch]
     yield from results
 
 
 def _encoded_alone(codec: Codec, number: int, example: Example) -> Encoded:
     try:
-        return codec.call(_Programs.encode, codec.facts, [example])
+        return codec.submit(_Programs.encode, codec.facts, [example]).result()
     except RecursionError:  # while it is sent
         return encode([], None, None)._replace(lengths=[0], faults={0: "is nested too deeply"})
-    except Died:
+    except LOST:  # for the second time
+        codec.close()
         raise Died(number) from None
 
 

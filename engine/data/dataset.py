@@ -179,7 +179,7 @@ class Dataset:
         for i in range(0, len(self.pieces), SAMPLED):
             pieces = self.pieces[i : i + SAMPLED]
             _, labels = self._read(pieces)
-            yield from (each[each >= 0] for each in np.split(labels, np.cumsum(pieces["length"])[:-1]))
+            yield from (piece[piece >= 0] for piece in np.split(labels, np.cumsum(pieces["length"])[:-1]))
 
     def describe_held_out(self) -> list[str]:
         """The report of held-out files."""
@@ -293,10 +293,10 @@ def load_dataset(
         ]
     elif share:
         before, text = len(rows), all(map(is_text, files))
-        rows, kept = documents.hold_out(rows, share, options.seed, options.seq_len * text)
-        held_out = _lay_out([replace(source, weight=1.0) for source in train], files, kept, codec, options)
-        parts = f"{compact(int(kept['length'].sum()))} tokens, drawn from all texts,"
-        drawn = parts if len(rows) + len(kept) != before else count(len(kept), "row")
+        rows, unseen = documents.hold_out(rows, share, options.seed, options.seq_len * text)
+        held_out = _lay_out([replace(source, weight=1.0) for source in train], files, unseen, codec, options)
+        parts = f"{compact(int(unseen['length'].sum()))} tokens, drawn from all texts,"
+        drawn = parts if len(rows) + len(unseen) != before else count(len(unseen), "row")
     dataset = _lay_out(train, files, rows, codec, options)
     if held_out and drawn:
         notes += [f"of the rows held out: {line}" for line in held_out.report.losses()]

@@ -20,7 +20,7 @@ from trireme.engine.data.find import DataFile, Rows
 from trireme.engine.data.forms import Chat, Example, Ids, Text, with_system
 from trireme.engine.data.read import BadRow, Row
 from trireme.engine.data.template import ALPACA
-from trireme.engine.data.tokens import TokenFile, Writer, decode, digest, evict, has_room, key_of, opened
+from trireme.engine.data.tokens import TokenFile, Writer, decode, digest, key_of, make_room, opened
 from trireme.models.config import InputError
 from trireme.storage.untrusted import shown
 
@@ -84,10 +84,8 @@ class Preparation:
         o, key = self.options, self._key(source)
         made = (o.shared and opened(o.shared, key)) or opened(self.folder, key)
         if not made:
-            shares = o.shared is not None and has_room(o.shared, source.size)  # a token takes as many bytes as its text
-            made = _File(self, source).write(o.shared if shares and o.shared else self.folder, key)
-            if shares and o.shared:
-                evict(o.shared, key)
+            shares = o.shared and make_room(o.shared, source.size)  # a token takes as many bytes as its text
+            made = _File(self, source).write(o.shared if o.shared and shares else self.folder, key)
         if o.vocab_size is not None and made.meta["max_id"] >= o.vocab_size:
             tokens, way_out = self.codec.facts.vocab_size if self.codec else 0, "Name its own: --tokenizer FOLDER."
             if o.vocab_size < tokens <= o.vocab_size + _ADDED:

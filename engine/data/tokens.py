@@ -207,26 +207,25 @@ def _crc_of(fd: int) -> int:
     return crc
 
 
-def has_room(folder: Path, nbytes: int) -> bool:
-    """Whether a shared folder, made if it is missing, may take another file."""
+def make_room(folder: Path, nbytes: int) -> bool:
+    """Whether a shared folder, made if it is missing, can take another file. Removes those that were not used for
+    longest where the folder would exceed its share of the drive.
+    """
+    used = dict[str, tuple[float, int]]()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         disk = shutil.disk_usage(folder)
-    except OSError:
-        return False
-    return nbytes <= min(disk.total // SHARE, disk.free // 2)
-
-
-def evict(folder: Path, key: str) -> None:
-    """Removes the files that were not used for longest where a shared folder exceeds its share, but for `key`."""
-    with contextlib.suppress(OSError):  # other runs remove some, too
-        room, used = shutil.disk_usage(folder).total // SHARE, dict[str, tuple[float, int]]()
+        room = disk.total // SHARE - nbytes
+        if room < 0 or nbytes > disk.free // 2:
+            return False
         for path in folder.iterdir():
             if _NAME.fullmatch(path.name):
-                status, (last, nbytes) = path.stat(), used.get(path.stem, (0.0, 0))
-                used[path.stem] = max(last, status.st_mtime), nbytes + status.st_size
-        for name, (_, nbytes) in sorted(used.items(), key=lambda item: item[1], reverse=True):
-            room -= nbytes
-            if room < 0 and name != key:
-                for kind in ("npz", "tokens"):
-                    (folder / f"{name}.{kind}").unlink(missing_ok=True)
+                status, (last, size) = path.stat(), used.get(path.stem, (0.0, 0))
+                used[path.stem] = max(last, status.st_mtime), size + status.st_size
+        for name, (_, size) in sorted(used.items(), key=lambda item: item[1], reverse=True):
+            room -= size
+            for kind in ("npz", "tokens") if room < 0 else ():
+                (folder / f"{name}.{kind}").unlink(missing_ok=True)
+    except OSError:  # other runs remove some, too
+        return False
+    return True

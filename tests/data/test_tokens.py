@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trireme.engine.data import tokens
-from trireme.engine.data.tokens import Writer, decode, evict, key_of, opened
+from trireme.engine.data.tokens import Writer, decode, key_of, make_room, opened
 
 KEY = key_of("a")
 
@@ -97,9 +97,9 @@ def test_what_was_not_used_for_longest_is_removed(tmp_path, monkeypatch):
         os.utime(tmp_path / f"{key}.npz", (i, i))
     (tmp_path / "not ours.npz").write_bytes(b"x")
     size = sum((tmp_path / f"{keys[0]}.{part}").stat().st_size for part in ("npz", "tokens"))
-    usage = type("Usage", (), {"total": tokens.SHARE * (2 * size + 10), "free": 1 << 40})
+    usage = type("Usage", (), {"total": tokens.SHARE * (3 * size + 10), "free": 1 << 40})
     monkeypatch.setattr(tokens.shutil, "disk_usage", lambda _: usage)
     opened(tmp_path, keys[0])
-    evict(tmp_path, keys[3])
-    assert {path.stem for path in tmp_path.iterdir()} >= {keys[0], keys[3], "not ours"}
-    assert not opened(tmp_path, keys[1])
+    assert make_room(tmp_path, size)
+    assert {path.stem for path in tmp_path.iterdir()} == {keys[0], keys[3], "not ours"}
+    assert not make_room(tmp_path, 4 * size)
