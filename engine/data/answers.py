@@ -170,11 +170,8 @@ def _unknown(raw: Fields, row: Fields, among: Sequence[Form], how: _How) -> str:
     way_out = forms.shape_of(row)
     if not way_out:
         advice = _map_that_reads(raw, how, _likely(raw, among, how))
-        way_out = (
-            f" Perhaps {advice}."
-            if advice
-            else " Rename columns, as in --map instruction=question,output=answer; calls are written in messages."
-        )
+        names = "chosen=better,rejected=worse" if among is PAIRS else "instruction=question,output=answer"
+        way_out = f" Perhaps {advice}." if advice else f" Rename columns, as in --map {names}."
     near = " Labelled answers are for --method kto." if among is PAIRS and row.get("label") is not None else ""
     return f"no known form of a row: {seen}. Expected the keys {known}.{way_out}{near}"
 
@@ -414,11 +411,7 @@ def labels_in(rows: Iterable[Any], renames: Mapping[str, str], named: Sequence[s
     if named and words <= classes_of(named).keys() | {"-1"}:
         return tuple(named)
     if len(words) < 2:
-        what = (
-            f"one class alone, {shown(next(iter(words)))}"
-            if words
-            else "no row whose 'label' is one class, no fraction"
-        )
+        what = f"one class alone, {shown(next(iter(words)))}" if words else "no row with one class as its 'label'"
         raise InputError(f"--data has {what}. Name your column: --map label=YOURS; or the classes: --labels A,B.")
     if all(map(_WHOLE.fullmatch, words)):
         numbers = sorted(words, key=int)
