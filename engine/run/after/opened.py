@@ -216,12 +216,8 @@ def _streamed(f: Finished, plan: Plan, dtype: str, stack: ExitStack) -> tuple[Ch
     """(what reads weights from the model's own files, drives for a copy of them): one of both if weights are on the
     SSD. Raises StoreError.
     """
-    layouts = {
-        v: layout
-        for geo in [Geometry.of(f.cfg, plan)]
-        for v, layout in enumerate(geo.stored_base)
-        if plan.units[geo.unit_of(v)].base == "ssd"
-    }
+    geo = Geometry.of(f.cfg, plan)
+    layouts = {v: own for v, own in enumerate(geo.stored_base) if plan.units[geo.unit_of(v)].base == "ssd"}
     if not layouts:
         return None, []
     stored = hf.sources(f.cfg, f.source.shapes, f.source.named)

@@ -103,9 +103,9 @@ def card_of(out: Path, name: str, base: str = "") -> str:
         pipeline_tag="text-classification" if o.method in ("reward", "classify") else "text-generation",
         tags=["trireme", "lora"] if base else ["trireme"],
     )
-    kind, of = "A LoRA adapter of" if base else "A fine-tuned copy of", model or Path(o.model).name or "a model"
+    what = f"{'A LoRA adapter' if base else 'A fine-tuned copy'} of {model or Path(o.model).name or 'a model'}"
     lines = ["---", head.to_yaml(), "---", "", f"# {name}", ""]
-    lines += [f"{kind} {of}, trained with Trireme. The base's licence applies.", ""]
+    lines += [f"{what}, trained with Trireme. The base's licence applies.", ""]
     data = [text if data_name(text) else Path(text).name for text in o.data]  # without a folder of this machine
     lines += ["## Data", "", *(f"- `{text}`" for text in data), ""] if data else []
     if losses := [record["eval_loss"] for record in read_log(out / "log.jsonl") if "eval_loss" in record]:

@@ -3,8 +3,7 @@
 A classifier's labels and a reward model's rewards are rows of DIR/000.jsonl and so on, one file for each --data:
 {"row": 0, "label": "play", "probability": 0.93, "probabilities": {...}} or {"row": 0, "reward": 1.25}.
 
-Of a language model DIR/scores.json names model, vocabulary and data; DIR/000/part-00000.safetensors and so on have, in
-order:
+Of a language model DIR/scores.json names model, vocabulary and data; DIR/000/part-00000.safetensors and so on have:
 
     document  (n,) I64   index of the document in the order of reading; a long one may be in several pieces
     start     (n,) I64   position of the piece's first token in the document
@@ -47,15 +46,8 @@ from trireme.engine.data.dataset import Dataset, MicroBatch
 from trireme.engine.data.taught import FORMAT, NAMES, part_sum, places_of
 from trireme.engine.layers import head_losses
 from trireme.engine.run import screen
-from trireme.engine.run.after.opened import (
-    Finished,
-    computing,
-    open_finished,
-    read_rows,
-    rows_in,
-    rows_of,
-    with_defaults,
-)
+from trireme.engine.run.after import opened
+from trireme.engine.run.after.opened import Finished, rows_of
 from trireme.engine.run.evaluate import Evaluator
 from trireme.engine.run.options import Options, Score
 from trireme.engine.step import forward
@@ -78,13 +70,13 @@ def run(o: Score) -> int:
         raise InputError("score needs --data FILE and --out DIR.")
     folder = Path(o.out)
     with screen.to(sys.stderr):
-        f = open_finished(o.folder, o.model)
-        o = with_defaults(f, o)
+        f = opened.open_finished(o.folder, o.model)
+        o = opened.with_defaults(f, o)
         codec = f.codec(o)
         if f.cfg.scores:
             lines = _write_answers(f, o, codec, folder)
         else:
-            sources = {f"{i:03}": read_rows(f, o, codec, name, "") for i, name in enumerate(o.data)}
+            sources = {f"{i:03}": opened.read_rows(f, o, codec, name, "") for i, name in enumerate(o.data)}
             lines = _write_scores(f, o, folder, sources, o.data, o.top_k, f.cfg.vocab)
     for line in lines:
         screen.say(f"score    {line}")
@@ -96,7 +88,7 @@ def write(folder: Path, teacher: Path, sources: Mapping[str, Dataset], k: int, b
     """The teacher's pass before a run: the k most likely tokens among ids less than `below`, of sources by name, into
     `folder`. A pass that was killed goes on. Raises InputError, CheckpointError, DoesNotFit, StoreError.
     """
-    f = open_finished(str(teacher))
+    f = opened.open_finished(str(teacher))
     f.refuse_scores("it is no teacher")
     for data in sources.values():
         data.check_model(f.cfg.vocab, f.cfg.max_positions, f"--teacher {teacher}")
@@ -108,18 +100,18 @@ def write(folder: Path, teacher: Path, sources: Mapping[str, Dataset], k: int, b
 
 def _write_answers(f: Finished, o: Score, codec: Codec, folder: Path) -> list[str]:
     """Writes a label or a reward for each row; returns a line for each file."""
-    sources, lines = dict[str, Dataset](), list[str]()
+    sources, lines = list[Dataset](), list[str]()
     for name in o.data:
         with Temporary("trireme-rows-") as place:  # reading rows of a score head needs labels
-            rows = ({k: v for k, v in row.items() if k not in ("label", "labels")} for _, row in rows_in(name))
+            rows = ({k: v for k, v in row.items() if k not in ("label", "labels")} for _, row in opened.rows_in(name))
             labelled = (json.dumps(row | {"label": f.labels[0]}, ensure_ascii=False, default=str) for row in rows)
             with (place / "rows.jsonl").open("w", encoding="utf-8") as file:
                 file.writelines(f"{line}\n" for line in labelled)
-            sources[name] = read_rows(f, o, codec, name, "classes", str(place / "rows.jsonl"))
-    seq_len = sources[o.data[0]].options.room
+            sources.append(opened.read_rows(f, o, codec, name, "classes", str(place / "rows.jsonl")))
+    seq_len = sources[0].options.room
     folder.mkdir(parents=True, exist_ok=True)
-    with computing(f, o, rows_of(o, seq_len), seq_len) as e:
-        for i, (name, data) in enumerate(sources.items()):
+    with opened.computing(f, o, rows_of(o, seq_len), seq_len) as e:
+        for i, (name, data) in enumerate(zip(o.data, sources, strict=True)):
             records = list(_records(f, e, data))
             content = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
             replace_synced(folder / f"{i:03}.jsonl", content.encode())
@@ -176,18 +168,11 @@ def _write_scores(
     first, k = next(iter(sources.values())), min(k, below)
     assert first.codec is not None
     files = {source: {file.meta["key"]: file.n_documents for file in data.files} for source, data in sources.items()}
-    content = {
-        "format": FORMAT,
-        "model": str(Path(f.name).resolve()),
-        "tokenizer": first.codec.vocabulary(),
-        "top_k": k,
-    }
-    content["sources"] = [
-        {"data": name, "folder": s, "files": files[s]} for s, name in zip(sources, names, strict=True)
-    ]
-    _claim(folder, content)
+    listed = [{"data": name, "folder": s, "files": files[s]} for s, name in zip(sources, names, strict=True)]
+    model, tokenizer = str(Path(f.name).resolve()), first.codec.vocabulary()
+    _claim(folder, {"format": FORMAT, "model": model, "tokenizer": tokenizer, "top_k": k, "sources": listed})
     lines = list[str]()
-    with computing(f, o, rows_of(o, first.options.room), first.options.room) as e:
+    with opened.computing(f, o, rows_of(o, first.options.room), first.options.room) as e:
         for (source, data), name in zip(sources.items(), names, strict=True):
             total, labels = Pass(f, e, data, folder / source, k, below).write()
             lines.append(f"{name}: loss {-total / max(1, labels):.4f} of {count(labels, 'label')}")
@@ -277,10 +262,8 @@ class Pass:
     def _tables(self, mb: MicroBatch, at: int, packed: Any, top: Any, x: torch.Tensor) -> Tables:
         """The tables of a micro-batch, whose first piece has the number `at`."""
         cfg, labels, lengths = self.e.e.cfg, mb.labels, np.array(mb.lengths, np.int64)
-        starts, places = (
-            np.cumsum(lengths) - lengths,
-            places_of(self.data.files, self.data.pieces[at : at + len(lengths)]),
-        )
+        starts = np.cumsum(lengths) - lengths
+        places = places_of(self.data.files, self.data.pieces[at : at + len(lengths)])
         losses = head_losses(cfg, packed._replace(factors=None), top, x).cpu().numpy().astype(np.float64)
         tables = {"document": places[:, 0].copy(), "start": places[:, 1].copy(), "length": lengths}
         tables["trained"] = np.add.reduceat((labels >= 0).astype(np.int64), starts)
