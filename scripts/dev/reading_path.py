@@ -24,6 +24,8 @@ def main(words: list[str]) -> int:
         """A file's path below the root, or "" for others."""
         if frame is None or not frame.f_code.co_flags & inspect.CO_OPTIMIZED:  # the body of a module or class
             return ""
+        if frame.f_code.co_name.startswith("<") and frame.f_code.co_name != "<lambda>" and not place(frame.f_back):
+            return ""  # a comprehension of such a body
         path = frame.f_code.co_filename
         if path not in names:
             file = Path(path).resolve()
