@@ -34,7 +34,7 @@ def _no_cache(monkeypatch):
 def test_a_killed_run_resumes_bitwise(checkpoint, uninterrupted, where):
     """Killed in step 4, after the snapshot of step 2; placement does not matter."""
     out = checkpoint / f"killed-{where}"
-    run = options(checkpoint, out, where)
+    run = options(checkpoint, out, where, micro_batch=1)  # as many as fit would be other bits
     pid = fork()
     if not pid:
         hold(4)
@@ -152,7 +152,7 @@ def test_a_finished_run_says_how_its_result_is_trained_further(checkpoint, tmp_p
 @pytest.mark.parametrize(("change", "culprit"), [
     (dict(batch_size=8), "--batch-size"), (dict(seq_len=32), "--seq-len"), (dict(dtype="bf16"), "--dtype"),
     (dict(lora=4), "--lora"), (dict(val="0.2"), "--val"), (dict(seed=7), "--seed"),
-    (dict(max_steps=1), "the run is at step 2"), (dict(micro_batch=1), "--micro-batch"),
+    (dict(max_steps=1), "the run is at step 2"), (dict(micro_batch=2), "--micro-batch"),
     (dict(adam_bits=8), "--adam-bits"), (dict(method="classify"), "classify|score|label"),
 ])  # fmt: skip
 def test_a_resumed_run_keeps_what_decides_its_bits(stopped_run, change, culprit):
@@ -162,7 +162,7 @@ def test_a_resumed_run_keeps_what_decides_its_bits(stopped_run, change, culprit)
 
 @pytest.fixture(scope="module")
 def stopped_run(checkpoint):
-    run = options(checkpoint, checkpoint / "stopped", "ram")
+    run = options(checkpoint, checkpoint / "stopped", "ram", micro_batch=1)
     with pytest.MonkeyPatch.context() as m:
         stopped(run, 2, m)
     return run
