@@ -104,7 +104,7 @@ def found(module, a: Inputs, docs, delta: bool, dout: Tensor) -> Found:
     return Found(out, final, dq, dk, dv, dg, dbeta, dskip)
 
 
-@pytest.mark.grid
+@pytest.mark.grid("delta-long first", "plain-long first")
 @pytest.mark.parametrize("lengths", LENGTHS)
 @pytest.mark.parametrize("form", FORMS)
 def test_chunks_are_the_recurrence(form, lengths):
