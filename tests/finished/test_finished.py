@@ -46,6 +46,13 @@ def test_small_memory_changes_no_bit(name, finished, said, tmp_path):
     assert text == said(*words)[0]
 
 
+def test_rows_of_token_ids_need_no_tokenizer(byte_model, tmp_path):
+    rows = tmp_path / "ids.jsonl"
+    rows.write_text(json.dumps({"input_ids": list(range(5, 60))}) + "\n")
+    without = shutil.copytree(byte_model, tmp_path / "model", ignore=shutil.ignore_patterns("tokenizer*"))
+    assert trireme.evaluate(without, rows) == trireme.evaluate(byte_model, rows)
+
+
 @pytest.mark.full
 def test_loss_is_that_of_transformers(finished, tmp_path):
     """Of the merged model and of the adapter."""

@@ -73,17 +73,24 @@ class Finished:
         """The kind of data that it can be evaluated on."""
         return ("rewards" if self.cfg.scores == 1 else "classes") if self.cfg.scores else ""
 
-    def codec(self, o: Reading | Sample) -> Codec:
-        """Tokenizer and chat template: those of the options, else of the model's folder, its run or its base."""
+    def tokenizer(self, o: Reading | Sample) -> str:
+        """The folder of the tokenizer: that of the options, of the model, of its run or of its base."""
         here = (Path(self.name) / TOKENIZER).is_file()
-        where = o.tokenizer or (self.name if here else self.run.tokenizer or str(self.base))
+        return o.tokenizer or (self.name if here else self.run.tokenizer or str(self.base))
+
+    def codec(self, o: Reading | Sample) -> Codec | None:
+        """Tokenizer and chat template, if there is a tokenizer: rows of `input_ids` need none."""
+        where = self.tokenizer(o)
         trained = None if where == self.name else self.run.chat_template
         if self.adapter and (Path(self.name) / TEMPLATE).is_file():
             trained = str(Path(self.name) / TEMPLATE)
-        codec = load_codec(where, o.chat_template or trained, date.today().isoformat())
-        if codec is None:
-            raise InputError(f"{where} has no tokenizer.json. Name a folder that has one: --tokenizer DIR.")
-        return codec
+        return load_codec(where, o.chat_template or trained, date.today().isoformat())
+
+    def writer(self, o: Reading | Sample) -> Codec:
+        """As `codec`, where text is written. Raises InputError if there is no tokenizer."""
+        if codec := self.codec(o):
+            return codec
+        raise InputError(f"{self.tokenizer(o)} has no tokenizer.json. Name a folder that has one: --tokenizer DIR.")
 
     def refuse_scores(self, use: str) -> None:
         """Raises InputError if the model has a score head, which gives no text."""
@@ -137,7 +144,7 @@ def with_defaults(f: Finished, o: O) -> O:
     return replace(o, **values)
 
 
-def read_rows(f: Finished, o: Eval, codec: Codec, name: str, kind: Kind, path: str = "") -> Dataset:
+def read_rows(f: Finished, o: Eval, codec: Codec | None, name: str, kind: Kind, path: str = "") -> Dataset:
     """A source of data, read as by the run that wrote the model. `path`: where its rows are, if not under its `name`.
 
     Raises InputError.
@@ -146,7 +153,7 @@ def read_rows(f: Finished, o: Eval, codec: Codec, name: str, kind: Kind, path: s
     if seq_len > f.cfg.max_positions:
         raise InputError(f"--seq-len {seq_len}: the model has {f.cfg.max_positions} positions. Lower it.")
     if f.cfg.scores:
-        scored = {"labels": f.labels, "pad": pad_in(read_raw(f.base), codec.facts.pad)}
+        scored = {"labels": f.labels, "pad": pad_in(read_raw(f.base), codec.facts.pad if codec else None)}
     options = DataOptions(
         seq_len=seq_len, map=o.map, long=o.long, skip_bad=o.skip_bad, vocab_size=f.cfg.vocab, media=f.cfg.media,
         kind=kind, system=o.system, variables=json.loads(o.chat_template_kwargs or "{}"), **scored,

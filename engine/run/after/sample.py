@@ -141,7 +141,7 @@ def speaking(
     """
     f = open_finished(o.folder, o.model)
     f.refuse_scores(f"trireme score {o.folder} --data FILE --out DIR")
-    codec, positions = f.codec(o), f.cfg.max_positions
+    codec, positions = f.writer(o), f.cfg.max_positions
     sampling = sampling_of(o, f.base, codec.facts.eos)
     if o.chat and not codec.facts.template:
         raise InputError(f"{o.folder} has no chat template. Add --chat-template plain, or use --prompt TEXT.")

@@ -72,7 +72,7 @@ def run(o: Score) -> int:
     with screen.to(sys.stderr):
         f = opened.open_finished(o.folder, o.model)
         o = opened.with_defaults(f, o)
-        codec = f.codec(o)
+        codec = f.writer(o)
         if f.cfg.scores:
             lines = _write_answers(f, o, codec, folder)
         else:
