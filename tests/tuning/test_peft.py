@@ -194,8 +194,11 @@ def test_our_own_is_opened_by_peft_and_comes_back_as_it_went(case, tmp_path):
     assert (tmp_path / "out/model.safetensors").read_bytes() == (tmp_path / "base/model.safetensors").read_bytes()
 
 
-MIXTURES = ("qwen2 moe among dense layers", "mixtral", "gpt oss", "glm4 moe", "exaone moe", "granite moe",
-            "deepseek v3", "granite 4 hybrid with experts", "nemotron 3", "qwen3 next", "gemma4, experts")  # fmt: skip
+MIXTURES = ("qwen3 moe among dense layers", "qwen2 moe among dense layers", "mixtral", "gpt oss", "olmoe", "glm4 moe",
+            "solar open", "dots1", "minimax m2", "exaone moe", "hy v3", "mellum, dense layers, no window",
+            "granite moe", "ernie moe", "deepseek v2", "deepseek v3", "deepseek v32", "glm moe dsa, a shared index",
+            "glm4 moe lite", "granite 4 hybrid with experts", "nemotron 3", "qwen3 next",
+            "qwen3.5 moe", "hunyuan moe", "gemma4, experts")  # fmt: skip
 
 
 @pytest.mark.full
