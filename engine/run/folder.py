@@ -73,9 +73,8 @@ class Folder:
 
     def note(self, state: State) -> None:
         """Writes how far the run has come."""
-        if state != self.state or not (self.run / STATE).exists():
-            self.state = state
-            record.write(self.run / STATE, state)
+        self.state = state
+        record.write(self.run / STATE, state)
 
     # ------------------------------------------------------------ weights besides the store's
 
@@ -176,19 +175,19 @@ class Folder:
 
     def undo(self) -> None:
         """Removes what a run that failed before its first step has made."""
-        self.remove(self.stores)
         for name in LOGS if not here().host else ():
             (self.out / name).unlink(missing_ok=True)
             partial_of(self.out / name).unlink(missing_ok=True)
+        self.remove(self.stores)
         remove_folders(self.made)
 
 
 def discard(folder: Path, known: Iterable[str], aside: Path) -> Path | None:
-    """Removes the files of a folder that match the patterns `known`, and the folder. If it has others it gets the name
-    `aside` or one like it, which is returned.
+    """Removes the files of a folder that match the patterns `known`, its state.json last, and the folder. If it has
+    others it gets the name `aside` or one like it, which is returned.
     """
-    patterns = list(known)
-    for path in sorted(folder.rglob("*"), reverse=True):  # a folder comes after what is in it
+    patterns, last = list(known), folder / STATE
+    for path in sorted(folder.rglob("*"), key=lambda path: (path != last, path), reverse=True):  # folders after files
         name = path.relative_to(folder).as_posix()
         if path.is_dir() and not path.is_symlink():
             remove_folders([path])
@@ -214,17 +213,14 @@ def others_first() -> Iterator[None]:
 # ---------------------------------------------------------------- a new one, or one that is continued
 
 
-def default(name: str) -> Path:
-    """runs/NAME, or the first of runs/NAME-2, -3 ... behind those that exist."""
+def named(o: Options) -> Options:
+    """The options with an output folder: without --out runs/NAME, or the next of runs/NAME-2, -3 ..."""
+    if o.out:
+        return o
+    name = "demo" if o.demo else o.shape or (hub.title(o.model) if o.model else "run")
     numbers = (re.fullmatch(rf"{re.escape(name)}(?:-(\d+))?", path.name) for path in Path("runs").glob("*"))
     taken = [int(match[1] or 1) for match in numbers if match]
-    return Path("runs") / (f"{name}-{max(taken) + 1}" if taken else name)
-
-
-def named(o: Options) -> Options:
-    """The options with an output folder; without --out the next free one."""
-    title = "demo" if o.demo else o.shape or (hub.title(o.model) if o.model else "run")
-    return o if o.out else replace(o, out=str(default(title)))
+    return replace(o, out=f"runs/{name}-{max(taken) + 1}" if taken else f"runs/{name}")
 
 
 def check_free(out: Path, model: str) -> None:
@@ -293,7 +289,9 @@ def reopened(options: Options) -> Iterator[Folder]:
 
 
 def _state_again(folder: Folder) -> State:
-    """The state of a run whose file is lost or damaged, from its store and its log."""
+    """The state of a run whose file is lost or damaged, from its store and its log; without any file it has ended."""
+    if not any(folder.run.iterdir()):
+        return State(uuid.uuid4().hex, started=True, ended=True)
     ids = [id for path in folder.stores if (id := folders.run_of(path))]
     saved = any(snapshots.folders(path) for path in folder.stores if path.is_dir())
     return State(ids[0] if ids else uuid.uuid4().hex, started=saved or _has_log(folder.out))

@@ -7,8 +7,8 @@ import json
 import math
 import time
 import zlib
-from collections.abc import Mapping, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Sequence
+from contextlib import ExitStack, closing, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -31,7 +31,7 @@ from trireme.engine.planner.host import computed_by, memory_in_use
 from trireme.engine.planner.lines import machine_lines, ready_line, took_line
 from trireme.engine.planner.machine import note_drives
 from trireme.engine.planner.predict import predict
-from trireme.engine.planner.rates import each_machine
+from trireme.engine.planner.rates import Rates, each_machine
 from trireme.engine.queues.names import READS
 from trireme.engine.queues.trace import Span, perfetto
 from trireme.engine.run import config_file, folder, page, report, screen
@@ -193,23 +193,29 @@ def with_teacher(job: Job, place: Folder, begun: Snapshot | None) -> Job:
     teacher, teaching = job.options.teacher, job.cfg.teaching
     if not teacher or teaching is None:
         return job
-    scores, held = Path(teacher), job.data.held_out
+    is_model, held = not is_scores(Path(teacher)), job.data.held_out
+    scores = place.run / "teacher" if is_model else Path(teacher)
     sources = dict(zip(SOURCES, [job.data, *([held] if held else [])], strict=False))
+
+    def taught() -> dict[str, Dataset]:
+        names = read_names(scores)
+        return {name: replace(data, teacher=taught_by(names, data, job.cfg.vocab)) for name, data in sources.items()}
+
     with screen.clock().at("reference"):
-        if not is_scores(scores):
+        read = dict[str, Dataset]()
+        if begun and is_model:  # the pass is complete, unless something was lost: then the teacher is needed again
+            with suppress(InputError, OSError):
+                read = taught()
+        if is_model and not read:
             from trireme.engine.run.after import score  # late: it imports this folder's modules
 
-            scores = place.run / "teacher"
             score.write(scores, Path(teacher), sources, teaching.k, job.cfg.vocab, job.options)
-        names = read_names(scores)
-        taught: Mapping[str, Dataset] = {
-            name: replace(data, teacher=taught_by(names, data, job.cfg.vocab)) for name, data in sources.items()
-        }
-    data = taught["train"]
+        read = read or taught()
+    data = read["train"]
     if begun and data.teacher and begun.fixed.teacher not in ("", data.teacher.key):
         changed = f"the teacher {teacher} is not what the run began with"
         raise InputError(f"--resume {job.out}: {changed}. Restore it, or start again.")
-    return replace(job, read=replace(data, held_out=taught.get("val")))
+    return replace(job, read=replace(data, held_out=read.get("val")))
 
 
 class Run:
@@ -228,6 +234,7 @@ class Run:
         self.warm = self.done.step + (SETTLED if self.step_s and self.step_s < SHORT else WARM)
         self.first_s = 0.0  # of the first step
         self.estimated = dict[Part, float]()
+        self.sustained = list[Rates]()  # of drives, in traced steps
 
     @property
     def job(self) -> Job:
@@ -362,7 +369,7 @@ class Run:
         with training.watched("log"):
             self.log.step(record)
         self.first_s = self.first_s or seconds
-        if number == self.warm or (spans and job.on_gpu and job.plan.uses("ssd")):
+        if number == self.warm or (number > self.warm and spans and job.on_gpu and job.plan.uses("ssd")):
             self.correct(spans, micro, seconds * job.work.tokens / max(1, tokens))
 
     def batch(self, step: int) -> list[InRam]:
@@ -427,7 +434,8 @@ class Run:
             rates = corrected(job.machine.rates, predicted, spans, seconds)
         if self.done.step != self.warm:
             if predicted.busy["ssd"] > BUSY * predicted.step_s:
-                note_drives(rates, folder.stores(job.options))
+                self.sustained = sorted([*self.sustained, rates], key=lambda each: each.ssd_read)
+                note_drives(self.sustained[len(self.sustained) // 2], folder.stores(job.options))
             return
         with clock.at("plan"):
             job = self.training.job = replace(job, machine=replace(job.machine, rates=rates))

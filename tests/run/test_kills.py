@@ -43,7 +43,7 @@ ROWS = [
 ]
 pytestmark = pytest.mark.full
 NEIGHBOUR = "mine: not of the run"
-WAY = r"[Rr]estore|[Rr]emove|--\w+|copy|older|start again|mounted|is not there|Download"
+WAY = r"[Rr]estore|[Rr]emove|--\w+|copy|older|start again|mounted|is not there|Download|expected"
 
 
 @pytest.fixture(scope="module")
@@ -76,13 +76,13 @@ def test_a_spoiled_file_is_made_again_or_refused_with_the_way_on(bench, name, ho
         ended = continued(bench, kind, folder, first)
     finally:
         if shared:  # by all runs of the bench
-            path.with_name("notes.txt").unlink(missing_ok=True)
+            path.with_name("notes.bak").unlink(missing_ok=True)
             shutil.copy2(aside, path)
     aside.unlink()
     last = ended.said.strip().splitlines()[-1] if ended.said.strip() else ""
     assert "Traceback" not in ended.said, ended.said
     if how == "neighbour" and not shared:
-        notes = [p for p in folder.rglob("notes.txt") if p.read_text() == NEIGHBOUR]
+        notes = [p for p in folder.rglob("notes.bak") if p.read_text() == NEIGHBOUR]
         assert notes, "a user's file is gone"
         for note in notes:
             note.unlink()
@@ -119,7 +119,7 @@ def spoil(path, how: str) -> None:
     elif how == "touched":
         path.touch()
     elif how == "neighbour":
-        (path.parent / "notes.txt").write_text(NEIGHBOUR)
+        (path.parent / "notes.bak").write_text(NEIGHBOUR)
     else:
         content = bytearray(path.read_bytes())
         content[len(content) // 2] ^= 4

@@ -215,6 +215,16 @@ def test_a_folder_is_removed_unless_it_has_files_of_others(known, others, tmp_pa
     assert kept == others - known
 
 
+def test_what_is_left_when_the_removal_of_a_run_is_killed_is_removed(stopped_run, tmp_path):
+    """Its state.json is the last file."""
+    run = tmp_path / "run"
+    (run / ".run").mkdir(parents=True)
+    shutil.copy(Path(stopped_run.out, "config.yaml"), run)
+    with pytest.raises(InputError, match="that run is finished"):
+        train(cli.of_a_run({"resume": str(run)}))
+    assert not (run / ".run").exists()
+
+
 def test_a_moved_input_is_named(stopped_run, tmp_path, monkeypatch):
     copy = tmp_path / "copy"
     shutil.copytree(stopped_run.out, copy)

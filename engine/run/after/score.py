@@ -186,11 +186,14 @@ def _claim(folder: Path, content: dict[str, Any]) -> None:
     except OSError as error:
         raise as_store_error(error, folder) from error
     try:
-        same = not any(folder.iterdir()) or parse_json(read_small(folder / NAMES, links=True), "file") == content
+        parts = {source["folder"] for source in content["sources"]}  # whose keys are compared when they are read
+        same = {path.name for path in folder.iterdir()} <= parts
+        same = same or parse_json(read_small(folder / NAMES, links=True), "file") == content
     except (OSError, ValueError):
         same = False
     if not same:
-        raise InputError(f"{folder} holds scores of another model or data, or other files. Name another folder.")
+        what = "holds scores of another model or data, or other files"
+        raise InputError(f"{folder} {what}. Name another folder; if {folder / NAMES} is damaged, remove it.")
     replace_synced(folder / NAMES, json.dumps(content, indent=1).encode())
 
 
