@@ -134,7 +134,8 @@ def check_paths(o: Options) -> None:
 
 def check_checkpoint(path: Path) -> None:
     """Raises InputError for what is likely meant otherwise than as a checkpoint."""
-    what, way = "is not a folder", "Give the folder of a checkpoint: config.json, .safetensors."
+    what = "is a file" if path.is_file() else "is not a folder"
+    way = "Give the folder of a checkpoint: config.json, .safetensors."
     if path.is_dir():
         suffixes, snapshots = {each.suffix for each in path.iterdir()}, sorted(path.glob("snapshots/*"))
         if snapshots and path.name.startswith("models--"):
@@ -143,8 +144,6 @@ def check_checkpoint(path: Path) -> None:
             what, way = "holds GGUF, which cannot be trained", "Take the safetensors of the same model."
         else:
             return
-    elif path.is_file():
-        what = "is a file"
     elif near := difflib.get_close_matches(path.name, [each.name for each in path.absolute().parent.glob("*/")], 1):
         way = f"Did you mean {path.with_name(near[0])}?"
     raise InputError(f"{path} {what}. {way}")
@@ -385,22 +384,12 @@ class Run:
     def record(self, stats: StepStats, rate: float, batch: Sequence[InRam], seconds: float, read: float) -> Record:
         job, tokens, trained = self.job, sum(mb.tokens for mb in batch), sum(mb.trained for mb in batch)
         gpu, ram = memory_in_use(job.device, job.limits.gpus)
-        record: Record = {
-            "step": self.done.step,
-            "epoch": self.epoch,
-            "loss": stats.loss,
-            "learning_rate": rate,
-            "grad_norm": stats.grad_norm,
-            "tokens": tokens,
-            ("rows" if job.cfg.scores else "trained_tokens"): trained,
-            "tokens_per_second": round(tokens / seconds, 1),
-            "step_time_s": round(seconds, 4),
-            "wall_time": round(time.time(), 3),
-            "ram_gib": round(ram, 3),
-            "ssd_read_gbs": round(read, 3),
-            "ssd_written_tb": round(self.training.written / 1e12, 6),
-            "bound": self.bound,
-        }
+        record: Record = {"step": self.done.step, "epoch": self.epoch, "loss": stats.loss, "learning_rate": rate}
+        record |= {"grad_norm": stats.grad_norm, "tokens": tokens}
+        record |= {"rows" if job.cfg.scores else "trained_tokens": trained}
+        record |= {"tokens_per_second": round(tokens / seconds, 1), "step_time_s": round(seconds, 4)}
+        record |= {"wall_time": round(time.time(), 3), "ram_gib": round(ram, 3), "ssd_read_gbs": round(read, 3)}
+        record |= {"ssd_written_tb": round(self.training.written / 1e12, 6), "bound": self.bound}
         if job.on_gpu:  # the peak of a CPU is known by no data sheet
             rates, flops = job.machine.rates, sum(costs.model_flops(job.cfg, mb.tokens, mb.pairs) for mb in batch)
             peak = job.plan.hosts * job.plan.gpus * (rates.fp8 if job.cfg.fp8 else rates.matmul)
