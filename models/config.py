@@ -441,8 +441,10 @@ def _wrapped(raw: dict[str, Any], where: str, model_type: str) -> ModelConfig:
 
 
 def without_packing(raw: dict[str, Any]) -> dict[str, Any]:
-    """The config.json of a checkpoint after its packed matrices are decoded."""
-    return {key: value for key, value in raw.items() if key not in SAID}
+    """The config.json of a checkpoint after its packed matrices are decoded; Kimi says it of the language model."""
+    bare = {key: value for key, value in raw.items() if key not in SAID}
+    inner = bare.get("text_config")
+    return bare | ({"text_config": without_packing(inner)} if isinstance(inner, dict) else {})
 
 
 def _tied(keys: Keys, inner: Keys, wrapper: Wrapper) -> dict[str, bool]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -149,7 +150,7 @@ def _compressed(keys: Keys, names: Names) -> tuple[Packing, tuple[str, ...]]:
     if len(found) > 1:
         raise InputError(f"{keys.where}: its groups have scales of several shapes, which is not supported.")
     start = lambda module: "*" * (module.startswith("re:") and not module.endswith("$"))  # which a name begins with
-    left_out = [_glob(module) + start(module) for module in _left_out(keys, "ignore")]
+    left_out = [_glob(one) + start(one) for module in _left_out(keys, "ignore") for one in _alternatives(module)]
     return found.pop(), _blocks(names, left_out, exact=True)
 
 
@@ -223,6 +224,15 @@ def _pair(keys: Keys, name: str) -> tuple[int, int]:
 def _glob(module: str) -> str:
     """A glob for a module name, or roughly for a regular expression (re:...)."""
     return module.removeprefix("re:").strip("^$").replace("\\", "") if module.startswith("re:") else module
+
+
+def _alternatives(module: str) -> list[str]:
+    """A regular expression without a choice (a|b), for each alternative; a name as it is."""
+    choice = re.search(r"\(([^()]*\|[^()]*)\)", module) if module.startswith("re:") else None
+    if choice is None:
+        return [module]
+    before, after = module[: choice.start()], module[choice.end() :]
+    return [one for own in choice[1].split("|") for one in _alternatives(before + own + after)]
 
 
 def _left_out(keys: Keys, *others: str) -> list[str]:

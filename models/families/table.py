@@ -340,7 +340,7 @@ FAMILIES = {
         only=_LATENT | dict(norm_topk_prob=(None, False), scoring_func=(None, "softmax"), mlp_bias=(None, False)),
     ),
     "deepseek_v3": Family(
-        "DeepSeek-V3, V3.1, R1; Moonlight; Kimi K2 in BF16 or fp8",
+        "DeepSeek-V3, V3.1, R1; Moonlight; Kimi K2 in BF16 or fp8, K2.5 and K2.6 in INT4",
         names=names.LATENT_CORRECTED,
         vocab=129280, ffn=18432, n_heads=128, max_positions=4096, latent=LatentKeys(),
         pairs=True, pairs_key=True, qkv_bias=BIAS, o_bias=BIAS, mtp=True,

@@ -62,7 +62,9 @@ def single_experts(adapter, cfg, mlp, modules):
 
 
 def loaded(folder):
-    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    inner = "text_config" in json.loads((folder / "config.json").read_text())
+    auto = transformers.AutoModelForImageTextToText if inner else transformers.AutoModelForCausalLM
+    return auto.from_pretrained(folder, dtype=torch.float32)
 
 
 def logits(model):

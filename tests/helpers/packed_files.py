@@ -1,12 +1,14 @@
 """Checkpoints in each packed format, next to the same in bf16: packed as the formats' definitions say, by loops."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import inf
 
 import torch
 from safetensors.torch import load_file, save_file
 from tiny import CASES, LATENT, LLAMA, MIXTURE, oracle
+from wrapped import oracle as wrapped_oracle
+from wrapped import spelled
 
 from trireme.kernels.packed.reference import NF4
 
@@ -152,6 +154,7 @@ class Format:
     targets: tuple[str, ...] = ("q_proj", "down_proj")  # of adapters
     left: tuple[str, ...] = ()  # further names, or their beginnings, of what is not packed
     exact: bool = False  # bf16 holds every value
+    within: str = ""  # a part of all names of what is packed
 
 
 def fp8(model_type, keys, block, dtype, said=None, end="_scale_inv", single=(1,), left=(), **others):
@@ -201,6 +204,10 @@ F4 = dict(num_bits=4, type="float", symmetric=True)
 MODELOPT = dict(quant_method="modelopt", quant_algo="NVFP4", ignore=["lm_head", "model.layers.*.mlp.gate"])
 DEEPSEEK = dict(quant_method="fp8", weight_block_size=[32, 32], scale_fmt="ue8m0", expert_dtype="fp4")
 EXPERTS = ("q_proj", "experts")
+KIMI = weights(format="pack-quantized", num_bits=4, type="int", symmetric=True, strategy="group", group_size=8) | dict(
+    kv_cache_scheme=None, quantization_status="compressed", ignore=[
+        "lm_head", "re:.*self_attn.*", "re:.*shared_experts.*", r"re:.*mlp\.(gate|up|gate_up|down)_proj.*"],
+)  # fmt: skip
 _BLOCKS = fp8("qwen3_moe", MANY, (32, 32), E8M0)
 FORMATS = {
     "fp8": fp8("qwen3", LLAMA, (16, 24), torch.float32),  # short last blocks
@@ -231,6 +238,7 @@ FORMATS = {
     "int4, zeros": int4("llama", LLAMA | EVEN, "int4 zeros", 32),
     "int4 by row": int4("qwen3", LLAMA, "int4 zeros", -1),
     "int4, experts": int4("qwen3_moe", MIXTURE, "int4", 8, targets=EXPERTS),
+    "int4, kimi k2.5": replace(int4("kimi_k25", {}, "int4", 8, targets=EXPERTS[1:], within=".mlp.experts."), said=KIMI),
     "nvfp4": fp4("qwen3", LLAMA | EVEN, "nvfp4",
                  weights(format="nvfp4-pack-quantized", strategy="tensor_group", group_size=16, **F4)),
     "modelopt": fp4("llama", LLAMA | EVEN, "modelopt", MODELOPT),
@@ -248,12 +256,21 @@ FORMATS = {
 def write_packed(folders, form):
     """Fills two folders, in a Format and with the same in bf16; returns decoded matrices in fp32 by name."""
     packed, plain = folders
-    oracle(form.model_type, form.keys)[0].bfloat16().save_pretrained(plain)
-    state = load_file(plain / "model.safetensors")
+    if form.model_type == "kimi_k25":  # by the names of releases, which transformers does not write
+        model, config = wrapped_oracle("kimi k2.5")
+        state = spelled(model, model.bfloat16().state_dict())
+        (plain / "config.json").write_text(json.dumps(config))
+    else:
+        oracle(form.model_type, form.keys)[0].bfloat16().save_pretrained(plain)
+        state = load_file(plain / "model.safetensors")
     state = {name: t.float() if name.endswith("correction_bias") else t for name, t in state.items()}
     files, decoded, dims = dict(state), {}, 3 if form.model_type == "gpt_oss" else 2
     for name, w in state.items():
-        if w.dim() == dims and not (any(part in name for part in LEFT) or name.startswith(form.left or "\0")):
+        if (
+            w.dim() == dims
+            and form.within in name
+            and not (any(part in name for part in LEFT) or name.startswith(form.left or "\0"))
+        ):
             parts, decoded[name] = form.pack(name, w)
             del files[name]
             module = name.removesuffix(".weight") if any(end.startswith(".weight") for end in parts) else name
@@ -262,7 +279,9 @@ def write_packed(folders, form):
     save_file(files, packed / "model.safetensors", {"format": "pt"})
     save_file(state, plain / "model.safetensors", {"format": "pt"})
     config = json.loads((plain / "config.json").read_text())
-    (packed / "config.json").write_text(json.dumps(config | dict(quantization_config=form.said)))
+    inner = config.get("text_config", config)  # where Kimi has it, too
+    inner["quantization_config"] = form.said
+    (packed / "config.json").write_text(json.dumps(config))
     return decoded
 
 
