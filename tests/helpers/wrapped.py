@@ -49,51 +49,26 @@ CASES = {  # name -> (model_type, text_config, vision_config, other keys)
         {},
     ),
     "qwen3 vl": ("qwen3_vl", LLAMA | dict(rope_parameters=FIFTHS), DEEP, {}),
-    "qwen3 vl tied, biases": (
-        "qwen3_vl",
-        LLAMA | dict(rope_parameters=YARN | dict(mrope_section=[1, 2, 2]), attention_bias=True),
-        DEEP,
-        TIED,
-    ),
+    "qwen3 vl tied, biases": ("qwen3_vl", LLAMA | dict(
+        rope_parameters=YARN | dict(mrope_section=[1, 2, 2]), attention_bias=True), DEEP, TIED),
     "qwen3 vl moe": ("qwen3_vl_moe", MIXTURE | dict(rope_parameters=FIFTHS), DEEP, {}),
-    "qwen3 vl moe among dense layers": (
-        "qwen3_vl_moe",
-        MIXTURE | dict(num_hidden_layers=3, mlp_only_layers=[1], rope_parameters=FIFTHS),
-        DEEP,
-        TIED,
-    ),
+    "qwen3 vl moe among dense layers": ("qwen3_vl_moe", MIXTURE | dict(
+        num_hidden_layers=3, mlp_only_layers=[1], rope_parameters=FIFTHS), DEEP, TIED),
     "qwen2.5 vl": ("qwen2_5_vl", PLAIN | dict(rope_parameters=SECTIONS), WIDE | dict(fullatt_block_indexes=[0]), {}),
-    "qwen2 vl tied, window above": (
-        "qwen2_vl",
-        PLAIN | dict(rope_parameters=SECTIONS, use_sliding_window=True, sliding_window=4, max_window_layers=1),
-        dict(depth=1, embed_dim=16, hidden_size=64, num_heads=2, patch_size=4),
-        TIED,
-    ),
+    "qwen2 vl tied, window above": ("qwen2_vl", PLAIN | dict(
+        rope_parameters=SECTIONS, use_sliding_window=True, sliding_window=4, max_window_layers=1), dict(
+            depth=1, embed_dim=16, hidden_size=64, num_heads=2, patch_size=4), TIED),
     "qwen3.5": ("qwen3_5", HYBRID | dict(rope_parameters=EIGHTS), TOWER | dict(num_position_embeddings=16), {}),
-    "qwen3.5 moe tied": (
-        "qwen3_5_moe",
-        HYBRID_EXPERTS | dict(num_hidden_layers=2, rope_parameters=EIGHTS),
-        TOWER | dict(num_position_embeddings=16),
-        TIED,
-    ),
-    "glm4v": (
-        "glm4v",
-        PLAIN | dict(rope_parameters=ROPE | dict(partial_rotary_factor=0.5, mrope_section=[1, 1, 2])),
-        WIDE | dict(image_size=16),
-        {},
-    ),
-    "glm4v moe": (
-        "glm4v_moe",
-        GLM | dict(rope_parameters=ROPE | dict(mrope_section=[1, 1, 1]), first_k_dense_replace=1),
-        TOWER | dict(image_size=16),
-        {},
-    ),
-    "glm46v": (
-        "glm46v",
-        PLAIN | dict(model_type="glm4v_text", rope_parameters=SECTIONS),
-        WIDE | dict(image_size=16, model_type="glm4v_vision"),
-        TIED,
-    ),
+    "qwen3.5 moe tied": ("qwen3_5_moe", HYBRID_EXPERTS | dict(
+        num_hidden_layers=2, rope_parameters=EIGHTS), TOWER | dict(num_position_embeddings=16), TIED),
+    "glm4v": ("glm4v", PLAIN | dict(
+        rope_parameters=ROPE | dict(partial_rotary_factor=0.5, mrope_section=[1, 1, 2])), WIDE | dict(
+            image_size=16), {}),
+    "glm4v moe": ("glm4v_moe", GLM | dict(
+        rope_parameters=ROPE | dict(mrope_section=[1, 1, 1]), first_k_dense_replace=1), TOWER | dict(
+            image_size=16), {}),
+    "glm46v": ("glm46v", PLAIN | dict(model_type="glm4v_text", rope_parameters=SECTIONS), WIDE | dict(
+        image_size=16, model_type="glm4v_vision"), TIED),
 }  # fmt: skip
 
 
