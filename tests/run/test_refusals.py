@@ -4,6 +4,7 @@ import json
 import re
 import shlex
 import shutil
+from itertools import groupby
 from pathlib import Path
 
 import pytest
@@ -127,7 +128,7 @@ def test_a_report_has_its_labels_in_order(capsys, report):
     lines = (streams.out + streams.err).splitlines()
     below = lambda line: "row" if re.match(r" {11}\w", line) else "+"
     labels = [below(line) if line.startswith(" ") else re.split(r"[\s:]", line)[0] for line in lines]
-    assert labels == report["labels"].split()
+    assert [label for label, _ in groupby(labels)] == report["labels"].split()
 
 
 @pytest.mark.full
