@@ -32,7 +32,7 @@ BUDGETS = {
     "engine/check/**": 1265,  # 1200
     "engine/data/**": 5036,  # 4300
     "engine/tuning/**": 2274,  # 2100
-    "engine/run/**": 6497,  # 5000
+    "engine/run/**": 6504,  # 5000
     "scripts/**": 2620,
     "tests/**": 25244,  # 25000
 }

@@ -11,8 +11,6 @@ from pathlib import Path
 
 import pytest
 from engines import fork
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from runs import check_stopped, child, ended, go, hold, losses, options, records, stopped, tuned, weights, write_rows
 
 from trireme.engine.run import cli, evaluate, folder, job, loop, record
@@ -20,8 +18,6 @@ from trireme.engine.run.loop import train
 from trireme.engine.run.options import every
 from trireme.engine.run.record import State
 from trireme.models.config import InputError
-
-NAMES = st.sampled_from(["a.safetensors", "b.json", "in/c.json", "in/deep/d", ".e.partial", "in/b.json"])
 
 
 @pytest.fixture(autouse=True)
@@ -199,20 +195,6 @@ def test_a_link_in_a_run_is_refused_and_not_followed(stopped_run, tmp_path, name
     with pytest.raises(InputError, match=rf"{re.escape(name)} is a link.*Remove it"):
         train(cli.of_a_run({"resume": str(run)}))
     assert (theirs / "model.safetensors").read_text() == "theirs"
-
-
-@settings(deadline=None, max_examples=50)
-@given(known=st.sets(NAMES), others=st.sets(NAMES))
-def test_a_folder_is_removed_unless_it_has_files_of_others(known, others, tmp_path_factory):
-    place = tmp_path_factory.mktemp("discarded")
-    path = place / "of-a-run"
-    for name in known | others:
-        (path / name).parent.mkdir(exist_ok=True, parents=True)
-        (path / name).write_text(name)
-    left = folder.discard(path, known, place / "of-a-run.left")
-    assert not path.exists()
-    kept = {str(p.relative_to(left)) for p in left.rglob("*") if p.is_file()} if left else set()
-    assert kept == others - known
 
 
 def test_what_is_left_when_the_removal_of_a_run_is_killed_is_removed(stopped_run, tmp_path):
