@@ -24,7 +24,7 @@ from trireme.engine.tuning.chosen import adapted, targets
 from trireme.engine.tuning.merging import merge_adapter
 from trireme.engine.tuning.packed_source import as_stored
 from trireme.engine.tuning.peft import read_adapter
-from trireme.engine.tuning.peft_config import CONFIG, ONLY, UNUSED
+from trireme.engine.tuning.peft_config import CONFIG, ONLY, READ, UNUSED
 from trireme.engine.tuning.spellings import PREFIX
 from trireme.engine.updates import AdamW
 from trireme.models import hf
@@ -341,16 +341,7 @@ def test_keys_that_are_not_known_are_refused_where_they_have_a_value(made):
     fields = {field.name: field for field in dataclasses.fields(peft.LoraConfig)}
     initial = re.findall(r"'([\w]+)[^']*'", str(fields["init_lora_weights"].type))
     plain = (adapter / CONFIG).read_text()
-    read = {
-        "alpha_pattern",
-        "lora_alpha",
-        "lora_dropout",
-        "peft_type",
-        "r",
-        "rank_pattern",
-        "target_parameters",
-        "use_rslora",
-    }
+    read = {*READ, "lora_alpha", "peft_type", "r"}
     for key in {*fields, "a_key_of_a_later_peft"} - UNUSED - read:
         for value in (None, False, 0, [], {}, ""):
             set_keys(adapter, **{key: value})
