@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -19,7 +20,7 @@ from trireme.models.sizes.costs import attended_pairs, recurrence_flops
 
 TORCH_PRODUCTS = {"mm": 0, "addmm": 1, "addmm_": 1}  # number of the argument that is the first matrix
 NO_LAUNCH = ("empty", "new_empty", "detach", "_to_copy")  # begins of names; a copy of the same dtype is a view
-WITHOUT_META = ("_scaled_mm",)  # products that torch does not have for "meta"; they fill `out`
+OF_ONE = ("clamp", "empty_like", "exp", "neg", "sigmoid", "softplus", "zeros_like")  # results are like the argument
 ROUNDED = 512  # bytes to which the allocator rounds
 THIN = 128  # features of a product below which memory limits it: its bytes count
 TILE = 128  # rows of a tile of grouped products, which belongs to one expert: on average half of its last is empty
@@ -75,6 +76,33 @@ PRODUCTS: dict[str, Callable[[Sequence[Any]], Flops]] = {
 }
 
 
+def _made(name: str, args: Sequence[Any], dtype: torch.dtype | None) -> Tensor | tuple[Tensor, Tensor] | None:
+    """The result of an op, or None. `dtype`: among its arguments.
+
+    Made here are those that torch does not have for "meta", and those of most models that it has in Python, where the
+    first call imports its compiler, which takes seconds.
+    """
+    if name == "cat":
+        parts, dim = args[0], args[1] if len(args) > 1 else 0
+        shape = list(parts[0].shape)
+        shape[dim] = sum(part.shape[dim] for part in parts)
+        return _empty(shape, parts[0].dtype)
+    if name in ("add", "mul"):
+        shapes = (a.shape for a in args[:2] if isinstance(a, Tensor))
+        return _empty(np.broadcast_shapes(*shapes), torch.result_type(*args[:2]))
+    if (first := TORCH_PRODUCTS.get(name)) is not None:
+        return _empty((len(args[first]), args[first + 1].shape[1]), dtype or args[0].dtype)
+    if name == "sum" and len(args) == 1:
+        return _empty((), dtype or args[0].dtype)
+    if name == "sort":
+        return _empty(args[0].shape, args[0].dtype), _empty(args[0].shape, torch.int64)
+    return _empty(args[0].shape, dtype or args[0].dtype) if name in OF_ONE else None
+
+
+def _empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
 class Watch(TorchDispatchMode):
     """Counts storages while they live, products and launches."""
 
@@ -87,17 +115,20 @@ class Watch(TorchDispatchMode):
         self.ops: list[str] = []  # that run
         self.known = set[int]()  # storages
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else the first call imports torch's compiler
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         name = func._schema.name.removeprefix("aten::")
         thick, first = False, TORCH_PRODUCTS.get(name)
-        dtype = next((a for a in (*args, *kwargs.values()) if isinstance(a, torch.dtype)), None)
-        if "out" in kwargs and (first is not None or name in WITHOUT_META):
-            result = kwargs["out"]
-        elif first is not None and dtype:  # torch 2.11 cannot compute these on "meta"
-            result = args[0].new_empty((args[first].shape[0], args[first + 1].shape[1]), dtype=dtype)
+        if "out" in kwargs or name.endswith("_"):
+            result = kwargs.get("out", args[0])
         else:
-            result = func(*args, **kwargs)
+            dtype = next((a for a in (*args, *kwargs.values()) if isinstance(a, torch.dtype)), None)
+            result = _made(name, args, dtype)
+            result = func(*args, **kwargs) if result is None else result
         if first is not None and not self._multiplies():
             a, b = args[first : first + 2]
             self.flops["gemm"] += 2.0 * a.numel() * b.shape[1]
