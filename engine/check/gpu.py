@@ -70,7 +70,7 @@ def gpu(device: torch.device, rates: Mapping[str, float]) -> Iterator[Row]:
     yield link(*_links(device))
     yield from _against(sheet, rates)
     said = f"{rates['host'] * 1e6:.0f} us of the CPU for each"
-    yield Row("gpu", "starting a kernel", said, numbers={"seconds": rates["host"]})
+    yield Row("gpu", "starting a kernel", said, numbers={"seconds": rates["launch_overhead"]})
 
 
 def _links(device: torch.device) -> tuple[dict[str, int], dict[str, int]]:

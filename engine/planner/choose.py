@@ -31,6 +31,7 @@ from trireme.engine.planner.rule import (
     cuts,
     fill_ram,
     largest,
+    longer_pieces,
     of_first,
     share_updates,
     simple_plan,
@@ -81,12 +82,7 @@ def choose(cfg: ModelConfig, limits: Limits, rates: Rates, wanted: Wanted, begun
     `begun`: the plan of the run that is resumed; updates stay on the processors of that plan if that fits.
     """
     wanted = replace(wanted, peers=wanted.gpus > 1 and rates.peer > 0)
-    first = first_plan(cfg, limits, wanted, rates.has_drive)
-    if first.uses("ssd") and not rates.has_drive:
-        raise DoesNotFit(
-            f"RAM of {gib(limits.ram, 1)} and GPU memory of {gib(limits.gpu, 1)} do not hold everything, and "
-            "there is no drive for the rest."
-        )
+    first = _first(cfg, limits, wanted, rates)
     choices = []
     for way in _ways(cfg, limits, wanted, first, begun is not None):
         with suppress(DoesNotFit):
@@ -94,6 +90,22 @@ def choose(cfg: ModelConfig, limits: Limits, rates: Rates, wanted: Wanted, begun
             if rates.has_drive or not plan.uses("ssd"):
                 choices.append(_descend(Search(Geometry.of(cfg, plan), limits, rates, way, plan, begun)))
     return min(choices, key=lambda choice: choice.per_token)
+
+
+@no_collection()
+def nearby(cfg: ModelConfig, limits: Limits, rates: Rates, wanted: Wanted, plan: Plan) -> Plan:
+    """A plan for another machine or step, by a quarter of a search's simulations: the best of the rule's, of `plan`
+    with more in RAM, and of those with inputs and state elsewhere. `choose` may find a faster one. Raises DoesNotFit.
+    """
+    wanted = replace(wanted, peers=wanted.gpus > 1 and rates.peer > 0, cuts=(Cut.of(plan),))
+    first = _first(cfg, limits, wanted, rates)
+    s = Search(Geometry.of(cfg, first), limits, rates, wanted, first)
+    late = plan.late_moments if wanted.adam_bits == 32 else ()
+    same = replace(plan, n_micro=first.n_micro, adam_bits=first.adam_bits, late_moments=late, host=first.host)
+    for start in (first, fill_ram(s.geo, same, limits) if s.fits(same) else first):
+        s.simulate(longer_pieces(s.geo, start, limits))
+    s.decide(placed)
+    return s.best
 
 
 def _ways(cfg: ModelConfig, limits: Limits, wanted: Wanted, first: Plan, begun: bool) -> Iterator[Wanted]:
@@ -119,6 +131,17 @@ def first_plan(cfg: ModelConfig, limits: Limits, wanted: Wanted, drive: bool) ->
         return first
     others = (simple_plan(cfg, limits, wanted, strategy) for strategy in WITHOUT_A_DRIVE)
     return next((plan for plan in others if not plan.uses("ssd")), first)
+
+
+def _first(cfg: ModelConfig, limits: Limits, wanted: Wanted, rates: Rates) -> Plan:
+    """`first_plan` on this machine. Raises DoesNotFit."""
+    first = first_plan(cfg, limits, wanted, rates.has_drive)
+    if first.uses("ssd") and not rates.has_drive:
+        raise DoesNotFit(
+            f"RAM of {gib(limits.ram, 1)} and GPU memory of {gib(limits.gpu, 1)} do not hold everything, and "
+            "there is no drive for the rest."
+        )
+    return first
 
 
 def _descend(s: Search) -> Choice:

@@ -10,7 +10,7 @@ from functools import cached_property
 from trireme.engine.buffers import GROUP, GROUPS, buffers, each_usage, fullest, usage, workspace
 from trireme.engine.geometry import Geometry
 from trireme.engine.plan import TIERS, Limits, Plan, Tier
-from trireme.engine.planner.choose import choose
+from trireme.engine.planner.choose import nearby
 from trireme.engine.planner.predict import Batch, Prediction, lengths_of, predict, scratch_bytes
 from trireme.engine.planner.rates import Machine
 from trireme.engine.planner.rule import Wanted
@@ -111,11 +111,13 @@ class Forecast:
         return self.again(adam_bits=8)
 
     def again(self, limits: Limits | None = None, adam_bits: int = 0, n_micro: int = 0) -> Forecast:
-        """The estimates with other limits, moments or micro-batches, planned anew. Raises DoesNotFit."""
+        """The estimates with other limits, moments or micro-batches, with a plan near this one (`nearby`). Raises
+        DoesNotFit.
+        """
         p, limits = self.plan, limits or self.limits
         wanted = Wanted.like(replace(p, n_micro=n_micro or p.n_micro), self.work.batch(p))
         wanted = replace(wanted, adam_bits=adam_bits or p.adam_bits)
-        return replace(self, plan=choose(self.cfg, limits, self.machine.rates, wanted).plan, limits=limits)
+        return replace(self, plan=nearby(self.cfg, limits, self.machine.rates, wanted, p), limits=limits)
 
     # ------------------------------------------------ memory and disk
 
@@ -148,7 +150,7 @@ class Forecast:
         geo, need, low = self.geo, usage(self.geo, self.plan), 2 * (self.files.exact and self.plan.dtype == "BF16")
         nbytes = sum(w.span * bool(n) + low * n for w, n in zip(geo.weights, geo.numel, strict=True))
         room = self.limits.ram - need["ram"]
-        if not self.machine.rates.host:  # a CPU: both tiers are RAM
+        if not self.machine.rates.launch_overhead:  # a CPU: both tiers are RAM
             room += self.plan.gpus * (self.limits.gpu - need["gpu"])
         return nbytes if nbytes <= room else 0
 

@@ -45,7 +45,8 @@ def this_machine(
         found |= cache.kept(cache.chips_now(device, "FP8"), quick)[0] if cuda else quick()
     if scan and cuda:  # a CPU takes seconds
         shares = lambda: compute.scan_shares(device, DTYPE[dtype], scan, found["matmul"])
-        found |= cache.kept(_recurring(device, dtype, scan), shares)[0]
+        shape = {"scan": [scan.key_heads, scan.heads, scan.key_dim, scan.value_dim, scan.delta]}
+        found |= cache.kept(cache.chips_now(device, dtype) | shape, shares)[0]
     if cuda and limits.gpus > 1:
         several = {"gpus": limits.gpus, **cache.chips_now(device, "copies of several GPUs")}
         found |= cache.kept(several, lambda: copies.several_rates(gpus_from(device, limits.gpus), limits.ram))[0]
@@ -68,12 +69,6 @@ def this_machine(
 def _alone(device: torch.device, dtype: str, limits: Limits) -> dict[str, float]:
     """The rates of one GPU and of the processor."""
     return {"matmul": compute.matmul_rate(device, DTYPE[dtype])} | processor.processor_rates(device, dtype, limits.ram)
-
-
-def _recurring(device: torch.device, dtype: str, own: Scan) -> dict[str, Any]:
-    """The identity of a recurrence's rates."""
-    shape = {"scan": [own.key_heads, own.heads, own.key_dim, own.value_dim, own.delta]}
-    return cache.chips_now(device, dtype) | shape
 
 
 def with_drives(machine: Machine, folders: Sequence[str | Path], anew: bool = False) -> Machine:

@@ -30,8 +30,8 @@ PASSES: dict[Kind, float] = {"finish": 1.9, "zero": 1.3, "decode": 1.3}  # bytes
 KERNELS: dict[Kind, int] = {"finish": 8, "statistics": 10}  # of a block; others: 1
 LOSS_FORWARD = 1 / 3  # share of forward in the loss's three matrix multiplications
 FP8_LAYERS = 4  # linear layers of a block; for each, two kernels quantize a matrix
-# Each other GPU's thread delays the launch of a kernel by this multiple of `Rates.host`. Fitted: 1.1 to 2.3 in steps of
-# 3B to 30B on two and four H100s.
+# Each other GPU's thread delays the launch of a kernel by this multiple of `Rates.launch_overhead`. Fitted: 1.1 to 2.3
+# in steps of 3B to 30B on two and four H100s.
 CONTENTION = 1.6
 # Time of the interpreter in a block between its kernels, in units of Rates.task: 0.2 and 0.43 ms where a task takes 47
 # us
@@ -140,8 +140,8 @@ def _engine(
     merged = roughly or (plan.between == "gpu" and plan.gpus == 1)
     k = merge_factor(batch.n_micro, plan.gpus) if merged else 1
     if plan.gpus > 1:  # one interpreter launches for all
-        turns = CONTENTION * (plan.gpus - 1) * rates.host
-        rates = replace(rates, host=plan.gpus * rates.host, launch=rates.launch + turns)
+        turns = CONTENTION * (plan.gpus - 1) * rates.launch_overhead
+        rates = replace(rates, launch_overhead=plan.gpus * rates.launch_overhead, gap=rates.gap + turns)
     issue = issues(cfg, plan, rates, batch, k)
     queues = SimulatedQueues(durations(cfg, plan, rates, batch, k), rates, plan.gpus, issue, plan.hosts)
     if k > 1:
@@ -273,7 +273,7 @@ def issues(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch, k: int) -> 
 
     @cache
     def seconds(kind: Kind, u: int | None) -> float:
-        started = rates.host * kernels_of(cfg, plan, batch, kind, u)
+        started = rates.launch_overhead * kernels_of(cfg, plan, batch, kind, u)
         if kind not in MICRO:
             return started
         within = WITHIN.get(kind, 0) / len(shapes.inner_kinds(cfg)) if u else 0
@@ -307,7 +307,7 @@ def work_of(cfg: ModelConfig, plan: Plan, batch: Batch, u: int) -> tuple[Work, W
 
 def _launched(kernels: float, seconds: float, rates: Rates) -> float:
     """Seconds of so many kernels that compute for `seconds`: with the gaps between them, or the time to launch them."""
-    return max(seconds + kernels * rates.launch, kernels * rates.host)
+    return max(seconds + kernels * rates.gap, kernels * rates.launch_overhead)
 
 
 def unit_seconds(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch) -> dict[tuple[Kind, str], float]:

@@ -39,8 +39,8 @@ class Rates:
     duplex: float = 0.92  # share of h2d and d2h left when both are busy
     reading: float = 0.82  # of h2d during CPU updates: 0.64 to 0.94 in 15 runs on Xeons; d2h kept 0.92 or more
     concurrent: float = 0.88  # of adam in a step, where it was not measured out of caches and during copies
-    launch: float = 3e-6  # seconds between two kernels
-    host: float = 0.0  # seconds of the CPU to launch a kernel; 0: the CPU computes itself
+    gap: float = 3e-6  # seconds of the GPU between two kernels
+    launch_overhead: float = 0.0  # seconds of the CPU to launch a kernel; 0: the CPU computes itself
     task: float = 0.0  # seconds of the interpreter to issue and run a task, without kernels and copies
     latency: float = 5e-5  # seconds to pass a task to another queue
     pin: float = 3e9  # bytes/s at which RAM is pinned
@@ -112,7 +112,7 @@ DRIVES = {
 ENDURANCE = 600  # warranted writes over capacity of a consumer drive (1,200 TB of 2 TB)
 
 SHARED = 1.05  # dram over what AdamW alone takes of it, in measured steps bound by it
-HOST = 1.3e-5  # seconds to start a kernel: 1.1e-5 to 1.7e-5 measured on Xeons
+LAUNCH_OVERHEAD = 1.3e-5  # seconds: 1.1e-5 to 1.7e-5 measured on Xeons
 CONSUMER_DRAM = 70 * GB  # two channels of DDR5-5600: 89.6 GB/s on paper
 CORE_ADAM = 0.6e9  # parameters/s of a core's AdamW: 0.62 on Xeons, 0.55 to 0.75 on Zen 4
 CODE = 700 << 20  # bytes of RAM for code that is loaded and compiled with a GPU in first steps, samples, exports
@@ -191,7 +191,7 @@ def machine(
 ) -> Machine:
     """A machine from its parts. `dram`: bytes/s of RAM, which AdamW reaches with enough cores."""
     adam = min(dram / ADAM_BYTES, cores * CORE_ADAM)
-    rates = Rates(gpu.matmul, gpu.copy, gpu.bus, gpu.bus, adam, dram, host=HOST, fp8=gpu.fp8)
+    rates = Rates(gpu.matmul, gpu.copy, gpu.bus, gpu.bus, adam, dram, launch_overhead=LAUNCH_OVERHEAD, fp8=gpu.fp8)
     made = Machine(gpu.name, gpu.memory, ram, rates)
     if drive is None:
         return made

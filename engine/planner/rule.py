@@ -73,18 +73,9 @@ class Wanted:
     @classmethod
     def like(cls, plan: Plan, batch: Batch) -> Wanted:
         """A request for the step, dtype and records of `plan`, on CUDA, with documents and labels as in `batch`."""
-        return cls(
-            ((plan.tokens, plan.n_micro),),
-            plan.dtype,
-            plan.mode,
-            plan.record,
-            plan.adam_bits,
-            document=batch.seq_len,
-            trained=batch.trained,
-            compared=batch.compared,
-            gpus=plan.gpus,
-            hosts=plan.hosts,
-        )
+        step = cls(((plan.tokens, plan.n_micro),), plan.dtype, plan.mode, plan.record, plan.adam_bits)
+        labels = replace(step, document=batch.seq_len, trained=batch.trained, compared=batch.compared)
+        return replace(labels, gpus=plan.gpus, hosts=plan.hosts)
 
     @property
     def free(self) -> bool:

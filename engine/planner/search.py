@@ -34,19 +34,14 @@ class Search:
     first: Plan  # the rule's
     begun: Plan | None = None
     steps: dict[Plan, Prediction] = field(default_factory=dict)
-    costs: dict[Plan, float] = field(default_factory=dict)
+    costs: dict[Plan, float] = field(default_factory=dict)  # estimated seconds per token, plus WEAR
 
     def simulate(self, plan: Plan) -> None:
         if plan not in self.steps:
             assert self.fits(plan), "a plan that does not fit is not simulated"
-            self.steps[plan] = predict(self.geo.cfg, plan, self.rates, self.batch(plan), roughly=True)
-            self.costs[plan] = self._cost(plan)
-
-    def _cost(self, plan: Plan) -> float:
-        """Estimated seconds per token, plus WEAR."""
-        step = self.steps[plan]
-        wear = WEAR * step.swapped / self.rates.ssd_write if step.swapped else 0.0
-        return (step.step_s + wear) / (plan.tokens * plan.n_micro)
+            step = predict(self.geo.cfg, plan, self.rates, self.batch(plan), roughly=True)
+            wear = WEAR * step.swapped / self.rates.ssd_write if step.swapped else 0.0
+            self.steps[plan], self.costs[plan] = step, (step.step_s + wear) / (plan.tokens * plan.n_micro)
 
     def batch(self, plan: Plan) -> Batch:
         return Batch(plan.tokens, self.wanted.document, plan.n_micro, self.wanted.trained, self.wanted.compared)

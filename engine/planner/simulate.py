@@ -187,7 +187,7 @@ class SimulatedQueues:
         shared |= {queue: (self.drives, rank) for queue, rank in CLASS.items()}
         free, each, handed = self.free, self.rates.task, self.handed
         through_ram = self.ram.take
-        inline = each > 0 and self.rates.host == 0  # on a CPU
+        inline = each > 0 and self.rates.launch_overhead == 0  # on a CPU
         for task in tasks:
             queue = task.queue
             handed += each

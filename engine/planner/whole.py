@@ -45,7 +45,7 @@ def estimated_parts(f: Forecast, steps: int, events: Events, known: Times | None
     `known`: measured seconds of one event of a part, which replace the estimate.
     """
     known = known or {}
-    first = {part: s for part, s in FIRST.items() if f.machine.rates.host and part not in known}  # of a GPU
+    first = {part: s for part, s in FIRST.items() if f.machine.rates.launch_overhead and part not in known}  # of a GPU
 
     def all_of(part: Part, times: int, each: Callable[[], float]) -> float:
         if not times:
@@ -53,12 +53,13 @@ def estimated_parts(f: Forecast, steps: int, events: Events, known: Times | None
         return times * (known[part] if part in known else each()) + first.get(part, 0.0)
 
     read, write, free = _read(f), _write(f), f.machine.rates.ssd_free
+    kept_s = f.kept / COPIED + _gathered_s(f) if f.kept else 0.0  # the best weights are copied
     files_s = lambda nbytes: nbytes * (1 / write + 1 / read + 1 / COPIED)  # made from RAM, written, read back
     return {
         "load": OPENED + max(f.files.export, f.frozen_read) / min(LOADING, read) + f.pinning_s(),
         "reference": evaluation_s(f, events.reference),
         "steps": steps * f.step.step_s,
-        "evaluations": all_of("evaluations", events.evaluations, lambda: evaluation_s(f, events.held_out) + _kept_s(f)),
+        "evaluations": all_of("evaluations", events.evaluations, lambda: evaluation_s(f, events.held_out) + kept_s),
         "samples": all_of("samples", events.samples, lambda: min(events.longest, events.tokens * token_s(f))),
         "snapshots": all_of("snapshots", events.snapshots, lambda: FIXED + f.unsaved() / write),
         "export": all_of("export", events.exports, lambda: FIXED + _gathered_s(f) + files_s(f.files.export))
@@ -86,11 +87,6 @@ def _gathered_s(f: Forecast) -> float:
         seconds += layout.span / speed[unit.weights] + exact * 2 * numel / speed[unit.state]
         seconds += exact * 2 * numel * (1 - 1 / plan.hosts) / rates.net
     return seconds
-
-
-def _kept_s(f: Forecast) -> float:
-    """Seconds to copy the best weights."""
-    return f.kept / COPIED + _gathered_s(f) if f.kept else 0.0
 
 
 def written(f: Forecast, steps: int, events: Events) -> dict[str, int]:
@@ -133,8 +129,8 @@ def token_s(f: Forecast) -> float:
     """Seconds of a sampled token: all weights are streamed as in an evaluation, and read by the GPU."""
     rates, (_, step) = f.machine.rates, _evaluation(f, 1)
     kernels = TOKEN * f.cfg.n_layers
-    passed = f.stored_weights / rates.copy + kernels * rates.launch
-    return max(passed, kernels * rates.host, step.busy["h2d"], step.busy["ssd"])
+    passed = f.stored_weights / rates.copy + kernels * rates.gap
+    return max(passed, kernels * rates.launch_overhead, step.busy["h2d"], step.busy["ssd"])
 
 
 # ---------------------------------------------------------------- the first step

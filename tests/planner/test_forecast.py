@@ -109,7 +109,7 @@ def test_the_best_weights_are_kept_in_ram_where_there_is_room():
     )
     assert f.memory()[BEST] == {"gpu": 0, "ram": WEIGHTS, "ssd": 0}
     tight = replace(f, limits=replace(f.limits, ram=need["ram"] + WEIGHTS - 1))
-    cpu = replace(tight, machine=replace(tight.machine, rates=replace(tight.machine.rates, host=0.0)))
+    cpu = replace(tight, machine=replace(tight.machine, rates=replace(tight.machine.rates, launch_overhead=0.0)))
     assert (tight.kept, cpu.kept) == (0, WEIGHTS), "of one memory, the other tier's room is room too"
     assert replace(cpu, limits=replace(cpu.limits, gpu=need["gpu"])).kept == 0
 

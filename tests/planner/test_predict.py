@@ -104,7 +104,7 @@ def test_a_plan_that_uses_a_drive_needs_one():
 
 def test_a_frozen_matrix_has_one_product_in_backward():
     """Beside recomputation and what is read and written, of LoRA about half of the backward's matmuls are left."""
-    fast = replace(RATES, copy=1e15, launch=0.0)
+    fast = replace(RATES, copy=1e15, gap=0.0)
     seconds = lambda cfg, kind: sum(
         s for (k, _), s in unit_seconds(cfg, plan(cfg, UnitPlan(), 6), fast, Batch(512, 256, 2)).items() if k == kind
     )
@@ -153,16 +153,15 @@ def test_a_measured_step_of_a_mixture_is_met():
     """gpt-oss-120b with adapters in 24 GiB of an H200, its base in MXFP4 in RAM: 3.03 s."""
     cfg = find_model("gpt-oss-120b")
     cfg = adapted(cfg, Lora(16, 32.0, targets(cfg, ())))
-    rates = Rates(
-        7.77e14, 3.93e12, 5.53e10, 5.53e10, adam=6.3e9, dram=1.94e11, duplex=0.9, concurrent=1.0, host=1.87e-5
-    )
+    rates = Rates(7.77e14, 3.93e12, 5.53e10, 5.53e10, 6.3e9, 1.94e11, duplex=0.9, concurrent=1.0)
+    rates = replace(rates, launch_overhead=1.87e-5)
     plan = simple_plan(cfg, Limits(24_581_963_776, 73_861_693_440), Wanted(((8192, 4),), document=4096))
     assert predict(cfg, plan, rates, Batch(8192, 4096, 4)).step_s == pytest.approx(3.03, rel=0.1)
 
 
 def test_experts_products_are_slower_than_dense_ones_and_small_groups_slower_still():
     cfg = replace(find_model("qwen3-30b"), layers=find_model("qwen3-30b").layers[:1])
-    rates = replace(RATES, copy=1e15, launch=0.0)
+    rates = replace(RATES, copy=1e15, gap=0.0)
     batches = [Batch(n, 256, 2) for n in (32768, 512)]
     seconds = lambda batch, **shares: unit_seconds(cfg, plan(cfg, UnitPlan()), replace(rates, **shares), batch)
     for kind, shares in (("forward", dict(grouped=0.1)), ("backward", dict(grouped_add=0.1))):
@@ -186,10 +185,9 @@ def test_labels_that_do_not_count_cost_nothing():
 def test_small_blocks_wait_for_the_host():
     """Kernels cannot be done sooner than they are started; large blocks hide that."""
     for tokens, waits in ((64, True), (65536, False)):
-        found = [
-            unit_seconds(SMALL, plan(SMALL, UnitPlan(), tokens=tokens), replace(RATES, host=host), Batch(tokens, 64, 1))
-            for host in (0.0, 1e-4)
-        ]
+        p, batch = plan(SMALL, UnitPlan(), tokens=tokens), Batch(tokens, 64, 1)
+        rates = [replace(RATES, launch_overhead=overhead) for overhead in (0.0, 1e-4)]
+        found = [unit_seconds(SMALL, p, each, batch) for each in rates]
         assert (found[0] != found[1]) == waits
         if waits:
             launches = measure.work(SMALL, 1, 64, 64)[1].launches
@@ -202,8 +200,8 @@ def test_small_blocks_wait_for_the_host():
 )
 def test_small_recurrences_start_more_kernels(cfg, scans):
     """In place of attention or next to it."""
-    found = unit_seconds(cfg, plan(cfg, UnitPlan(), tokens=64), replace(RATES, host=1e-4), Batch(64, 64, 1))
-    plain = unit_seconds(LLAMA, plan(LLAMA, UnitPlan(), tokens=64), replace(RATES, host=1e-4), Batch(64, 64, 1))
+    rates, batch = replace(RATES, launch_overhead=1e-4), Batch(64, 64, 1)
+    found, plain = (unit_seconds(c, plan(c, UnitPlan(), tokens=64), rates, batch) for c in (cfg, LLAMA))
     for u, own in zip((1, 2), scans, strict=True):
         for kind in ("forward", "backward"):
             name, usual = shapes.unit_names(cfg)[u], plain[kind, shapes.unit_names(LLAMA)[1]]
@@ -214,7 +212,7 @@ def test_small_recurrences_start_more_kernels(cfg, scans):
 def test_a_step_takes_as_long_as_the_interpreter_for_its_tasks(tokens):
     """Of small blocks; large ones hide it."""
     p, batch = plan(SMALL, UnitPlan(), tokens=tokens), Batch(tokens, 64, 1)
-    alone, handed = (predict(SMALL, p, replace(RATES, host=1e-5, task=task), batch) for task in (0.0, 1e-3))
+    alone, handed = (predict(SMALL, p, replace(RATES, launch_overhead=1e-5, task=task), batch) for task in (0.0, 1e-3))
     tasks = (len(alone.spans) + SMALL.n_layers * sum(WITHIN.values())) * 1e-3
     if tokens == 64:
         assert handed.step_s == pytest.approx(tasks + alone.step_s, rel=0.2)
@@ -320,7 +318,7 @@ def test_a_rough_prediction_tells_few_pieces_of_a_gradient_apart():
 def test_products_in_fp8_take_its_time_and_that_of_codes():
     """Where multiplying costs little, codes are all that is added; where it is all, each rate has its FLOPs."""
     p, batch = plan(SEVEN_B, UnitPlan("ram", "ram"), keep=3), Batch(16384, 4096, 2)
-    unit = lambda on, **rates: unit_seconds(replace(SEVEN_B, fp8=on), p, replace(RATES, launch=0.0, **rates), batch)
+    unit = lambda on, **rates: unit_seconds(replace(SEVEN_B, fp8=on), p, replace(RATES, gap=0.0, **rates), batch)
     slow, fast = unit(False, copy=1e30), unit(True, copy=1e30, fp8=2 * RATES.matmul)
     last = [name for _, name in slow if name.startswith(("block", "attn", "mlp"))][-1]
     for kind in ("forward", "backward"):

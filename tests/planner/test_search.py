@@ -299,7 +299,7 @@ def test_two_gpus_have_layers_in_turn_and_resumed_runs_their_updates():
 def test_outputs_go_by_peer_copies_where_gpus_have_access():
     limits, wanted, linked = Limits(300 * MIB, 2000 * MIB, 2), Wanted(((512, 4),), document=256, gpus=2), {}
     for peer in (0.0, 3e11):
-        linked[peer] = choose(SMALL, limits, replace(H200, host=1.3e-5, peer=peer), wanted)
+        linked[peer] = choose(SMALL, limits, replace(H200, launch_overhead=1.3e-5, peer=peer), wanted)
     assert [choice.plan.between for choice in linked.values()] == ["ram", "gpu"]
     assert linked[3e11].step.step_s < linked[0.0].step.step_s
     assert linked[3e11].step.busy["peer"] > 0
@@ -310,7 +310,7 @@ def test_a_gpu_with_free_memory_lends_it():
     """The other's saved tensors are there, where recomputing is slow."""
     limits = Limits(520 * MIB, 700 * MIB, 2, less=(260 * MIB, 0))
     wanted = Wanted(((512, 4),), document=256, gpus=2)
-    rates = replace(RATES, matmul=2e12, host=1.3e-5, peer=3e11, h2d=1e9, d2h=1e9)
+    rates = replace(RATES, matmul=2e12, launch_overhead=1.3e-5, peer=3e11, h2d=1e9, d2h=1e9)
     choice = choose(SMALL, limits, rates, wanted)
     check(SMALL, choice, limits, rates)
     apart = choice.plan.changed(range(SMALL.n_units), saved=())

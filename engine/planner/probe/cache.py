@@ -21,7 +21,7 @@ from trireme.engine.planner.host import gpu_state, on_battery
 from trireme.engine.queues.cgroups import cores
 from trireme.kernels.private import cache_folder
 
-VERSION = 11  # of what is measured: rates of another version are measured again
+VERSION = 12  # of what is measured: rates of another version are measured again
 
 
 def kept(

@@ -33,7 +33,7 @@ def processor_rates(device: torch.device, dtype: str, ram: int = 1 << 40) -> dic
             found |= bus_rates(device, _update(workers, dtype, n, LOTS), n, nbytes)
             narrow = _update(workers, dtype, n, LOTS, bits=8)
             found["adam8"] = n * max(_calls(narrow) for _ in range(NARROW))
-            found["host"] = max(start_seconds(device), launch_seconds(block_seconds(device), found["task"]))
+            found["launch_overhead"] = max(start_seconds(device), launch_seconds(block_seconds(device), found["task"]))
         else:
             update, n = _update(workers, dtype, 1 << 22), 1 << 22
             adam = n / min(timed(update, device) for _ in range(3))

@@ -52,7 +52,7 @@ def block_seconds(device: torch.device) -> float:
 
 
 def launch_seconds(block: float, task: float) -> float:
-    """Seconds of one launch, `Rates.host`, from those of `block_seconds` and the interpreter's for a task."""
+    """`Rates.launch_overhead`, from the seconds of `block_seconds` and the interpreter's for a task."""
     within = task * (WITHIN["forward"] + WITHIN["backward"])
     return (block - within) / sum(work.launches for work in measure.work(BLOCK, 1, 64, 64))
 
