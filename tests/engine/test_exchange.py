@@ -209,6 +209,7 @@ def mixture(tmp_path_factory):
     return path
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(("tier", "dtype"), [("gpu", "F32"), ("ssd", "BF16")])
 def test_a_mixture_comes_out_as_transformers_wrote_it(mixture, tmp_path, tier, dtype):
     x = exchange(read_config(mixture), open_source(mixture), tier, dtype)

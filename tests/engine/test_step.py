@@ -264,7 +264,7 @@ def model_and_plan(seed):
 SEEDS = st.integers(0, 1 << 32).map(model_and_plan)
 
 
-@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(SEEDS, st.integers(0, 99), st.booleans(), PLACES, LOSSES)
 def test_any_plan_with_any_delays(drawn, seed, jitter, between, method):
     model, plan = drawn

@@ -432,6 +432,7 @@ def test_only_this_users_sound_library_is_loaded(fresh, monkeypatch, tmp_path, p
     both(host_adamw.adamw_, state(100, True, BF16))
 
 
+@pytest.mark.full
 @needs_compiler
 @pytest.mark.parametrize("folder", ["of another owner", "no folder"])
 def test_without_a_cache_the_library_is_built_and_not_kept(fresh, monkeypatch, tmp_path, folder):

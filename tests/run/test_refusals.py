@@ -143,6 +143,7 @@ def test_what_does_not_fit_is_offered_otherwise(here, capsys):
         assert cli.main([*words.split(), *offer.partition(",")[0].split()]) == 0, offer
 
 
+@pytest.mark.full
 def test_data_without_a_tokenizer_is_counted_by_its_bytes(here, capsys):
     words = "--shape qwen3-8b --data stories.txt --dry-run --assume gpu=h200,ram=500GiB"
     assert cli.main(words.split()) == 0
