@@ -77,30 +77,22 @@ PRODUCTS: dict[str, Callable[[Sequence[Any]], Flops]] = {
 
 
 def _made(name: str, args: Sequence[Any], dtype: torch.dtype | None) -> Tensor | tuple[Tensor, Tensor] | None:
-    """The result of an op, or None. `dtype`: among its arguments.
-
-    Made here are those that torch does not have for "meta", and those of most models that it has in Python, where the
-    first call imports its compiler, which takes seconds.
+    """The result of an op that torch has not for "meta", or, of most models, in Python, where the first call imports
+    its compiler, which takes seconds; else None. `dtype`: among its arguments.
     """
-    if name == "cat":
-        parts, dim = args[0], args[1] if len(args) > 1 else 0
-        shape = list(parts[0].shape)
-        shape[dim] = sum(part.shape[dim] for part in parts)
-        return _empty(shape, parts[0].dtype)
+    empty = lambda shape, dtype: torch.empty(shape, dtype=dtype, device="meta")
+    if name == "cat" and args[1:] == (1,) and args[0][0].dim() == 2:
+        return empty((len(args[0][0]), sum(part.shape[1] for part in args[0])), args[0][0].dtype)
     if name in ("add", "mul"):
-        shapes = (a.shape for a in args[:2] if isinstance(a, Tensor))
-        return _empty(np.broadcast_shapes(*shapes), torch.result_type(*args[:2]))
+        shape = np.broadcast_shapes(*(a.shape for a in args[:2] if isinstance(a, Tensor)))
+        return empty(shape, torch.result_type(*args[:2]))
     if (first := TORCH_PRODUCTS.get(name)) is not None:
-        return _empty((len(args[first]), args[first + 1].shape[1]), dtype or args[0].dtype)
-    if name == "sum" and len(args) == 1:
-        return _empty((), dtype or args[0].dtype)
+        return empty((len(args[first]), args[first + 1].shape[1]), dtype or args[0].dtype)
     if name == "sort":
-        return _empty(args[0].shape, args[0].dtype), _empty(args[0].shape, torch.int64)
-    return _empty(args[0].shape, dtype or args[0].dtype) if name in OF_ONE else None
-
-
-def _empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")
+        return empty(args[0].shape, args[0].dtype), empty(args[0].shape, torch.int64)
+    if name == "sum" and len(args) == 1:
+        return empty((), dtype or args[0].dtype)
+    return empty(args[0].shape, dtype or args[0].dtype) if name in OF_ONE else None
 
 
 class Watch(TorchDispatchMode):
