@@ -294,10 +294,9 @@ def of_a_run(given: Mapping[str, Any]) -> Options:
     path = run / "config.yaml" if run else Path(given["config"])
     text = here().texts("" if here().host else config_file.text_of(path))[0]  # of host 0
     kept = config_file.read(path, text)
-    for name, other_name in (("epochs", "max_steps"), ("max_steps", "epochs")):  # the length is given by one of them
-        if other_name in given:
-            kept.pop(name, None)
+    if {"epochs", "max_steps"} & given.keys():  # the length is given by one of them
+        kept = {name: value for name, value in kept.items() if name not in ("epochs", "max_steps")}
     chosen = config_file.given_in(text) if text.startswith(config_file.FIRST) else kept.keys()
-    options = Options.of({**kept, **given}, f"{path}: ")
-    options = replace(options, given=frozenset(chosen & kept.keys() | given.keys()))
+    own = frozenset(chosen & kept.keys() | given.keys())
+    options = replace(Options.of({**kept, **given}, f"{path}: "), given=own)
     return replace(options, resume=str(run), out=str(run)) if run else options

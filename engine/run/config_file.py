@@ -79,8 +79,7 @@ def read(path: Path, text: str) -> dict[str, Any]:
 
 def given_in(text: str) -> frozenset[str]:
     """The names that the user chose, in the text of a file."""
-    lines = text.partition(CHOSEN)[0].splitlines()
-    return frozenset(line.partition(":")[0] for line in lines) & FIELDS.keys()
+    return frozenset(line.partition(":")[0] for line in text.partition(CHOSEN)[0].splitlines()) & FIELDS.keys()
 
 
 def of_run(path: Path) -> Options | None:
@@ -102,11 +101,6 @@ def is_own(path: Path) -> bool:
 
 def changes(now: Options, before: Mapping[str, Any]) -> list[str]:
     """A line for each option that differs from `before`, which `saved` gave."""
+    words = lambda v: "not given" if v in (None, "", []) else ", ".join(map(str, v)) if isinstance(v, list) else str(v)
     both = [(name, value, before.get(name)) for name, value in saved(now).items()]
-    return [f"{flag(name)} {_shown(value)}, was {_shown(was)}" for name, value, was in both if value != was]
-
-
-def _shown(value: Any) -> str:
-    if isinstance(value, list):
-        value = ", ".join(map(str, value))
-    return "not given" if value in (None, "") else str(value)[:500]
+    return [f"{flag(name)} {words(value)[:500]}, was {words(was)[:500]}" for name, value, was in both if value != was]

@@ -65,8 +65,8 @@ def lines(job: Job) -> Iterator[str]:
     }.items():
         yield from labelled(label, texts)
     yield from memory_lines(f, job.on_gpu) if full else []
-    yield from gpu_lines(f) if job.on_gpu else ["time     known after the second step: on a CPU it is measured"]
-    yield from [f"ready    {ready_line(estimate(job))}"] if job.on_gpu else []
+    on_cpu = ["time     known after the second step: on a CPU it is measured"]
+    yield from [*gpu_lines(f), f"ready    {ready_line(estimate(job))}"] if job.on_gpu else on_cpu
     yield from _notes(job)
     if o.dry_run and job.on_gpu:  # planning each takes seconds
         sequences = job.data.n_sequences if job.read else ENDLESS

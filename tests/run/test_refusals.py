@@ -124,8 +124,7 @@ REPORTS = yaml.safe_load((Path(__file__).parent / "reports.yaml").read_text())
 @pytest.mark.parametrize("report", REPORTS, ids=[report["command"] for report in REPORTS])
 def test_a_report_has_its_labels_in_order(capsys, report):
     assert cli.main(report["command"].split()) == report["code"]
-    streams = capsys.readouterr()
-    lines = (streams.out + streams.err).splitlines()
+    lines = "".join(capsys.readouterr()).splitlines()
     below = lambda line: "row" if re.match(r" {11}\w", line) else "+"
     labels = [below(line) if line.startswith(" ") else re.split(r"[\s:]", line)[0] for line in lines]
     assert [label for label, _ in groupby(labels)] == report["labels"].split()
