@@ -195,7 +195,8 @@ def parse(argv: Sequence[str]) -> tuple[str, Base]:
     word = argv[0] if argv else ""
     if word in COMMANDS:
         return word, COMMANDS[word].of(_values(word, COMMANDS[word], argv[1:]))
-    if near := difflib.get_close_matches(word, [*WORDS, *COMMANDS], 1, 0.75) if not Path(word).exists() else []:
+    known = word.startswith("-") or Path(word).exists()
+    if near := [] if known else difflib.get_close_matches(word, [*WORDS, *COMMANDS], 1, 0.75):
         meant = WORDS.get(near[0], near[0])
         way = f"trireme {meant} FOLDER" if meant else "trireme CHECKPOINT --data FILE"
         raise InputError(f"{word} is not a folder here, nor a command. Did you mean {way}?")
