@@ -43,8 +43,7 @@ def encode(
             if isinstance(example, Ids):
                 results[i] = _ids(example)
             else:
-                limit(size(example))
-                texts[i] = _marked(example, template)
+                texts[i] = _marked(example, template, limit)
         except BadRow as error:
             results[i] = error
         except RecursionError:
@@ -52,11 +51,15 @@ def encode(
     counts, unread = Counter[str](), dict[str, None]()
     for i, tokens in _tokenized(examples, texts, tokenizer, limit) if tokenizer else ():
         assert tokenizer
+        if isinstance(tokens, BadRow):
+            results[i] = tokens
+            continue
         text = texts[i]
-        results[i] = tokens if isinstance(tokens, BadRow) else _trained(examples[i], text, tokens, tokenizer, counts)
-        if not isinstance(tokens, BadRow):
-            counts.update({name: getattr(text, name) for name in OF_TEXTS}, characters=len(text.text))
-            unread |= dict.fromkeys(text.unread)
+        results[i] = _trained(examples[i], text, tokens, tokenizer, counts)
+        counts["characters"] += len(text.text)
+        for name in OF_TEXTS if text.spans else ():
+            counts[name] += getattr(text, name)
+        unread |= dict.fromkeys(text.unread)
     good = {i: tokens for i, tokens in sorted(results.items()) if not isinstance(tokens, BadRow)}
     faults = {i: str(tokens) for i, tokens in results.items() if isinstance(tokens, BadRow)}
     empty = (np.zeros(0, np.int32), np.zeros(0, bool))
@@ -102,13 +105,14 @@ def _ids(example: Ids) -> tuple[np.ndarray, np.ndarray]:
     return ids, trained
 
 
-def _marked(example: Example, template: ChatTemplate | None) -> Marked:
+def _marked(example: Example, template: ChatTemplate | None, limit: Callable[[int], None]) -> Marked:
     """The text of an example, with what is trained of it; of running text, all of which is, no span. Raises BadRow."""
     if isinstance(example, Text):
         marked = Marked(example.text, [(example.begins, len(example.text))] if example.begins else [])
     else:
         assert template, "prepare.py takes the plain form of conversations where there is none"
         assert not isinstance(example, Ids)
+        limit(size(example))
         marked = template.mark(example)
     check(marked.text)
     return marked
@@ -132,22 +136,23 @@ def _trained(
 ) -> tuple[np.ndarray, np.ndarray]:
     """(ids (n,) int32, trained (n,) bool) of an example, with the tokens around a text."""
     ids, offsets = tokens
-    trained = np.ones(len(ids), bool)
-    if offsets is not None:
-        trained = overlap(without_spaces(ids, offsets, text.text, tokenizer.greedy), text.spans)
+    if offsets is None:  # running text
+        assert isinstance(example, Text)
+        ids, _ = tokenizer.wrap(ids, example.starts, example.ends)
+        trained = np.ones(len(ids), bool)
+        trained[:1] = not example.starts  # nothing predicts the first token
+        return ids, trained
+    trained = overlap(without_spaces(ids, offsets, text.text, tokenizer.greedy), text.spans)
     if isinstance(example, Text):
-        if offsets is not None and trained.any():
+        if trained.any():
             start = offsets[trained.argmax(), 0]
             counts["spaced"] += bool(start < example.begins and text.text[example.begins - 1].isspace())
         n = len(ids)
-        ids, lead = tokenizer.wrap(ids, example.starts, example.ends)
-        tail = np.ones(len(ids) - lead - n, bool)  # the end token too
-        trained = np.concatenate([np.full(lead, offsets is None), trained, tail])
-    if not isinstance(example, Text) or example.starts:
-        trained[:1] = False  # nothing predicts the first token
-    if offsets is not None:
-        ends = sum(int(np.count_nonzero(ids[trained] == stop)) for stop in tokenizer.stop_ids)
-        counts["early"] += ends > len(text.spans)
+        ids, lead = tokenizer.wrap(ids, end=example.ends)
+        trained = np.concatenate([np.zeros(lead, bool), trained, np.ones(len(ids) - lead - n, bool)])  # the end too
+    trained[:1] = False
+    ends = sum(int(np.count_nonzero(ids[trained] == stop)) for stop in tokenizer.stop_ids)
+    counts["early"] += ends > len(text.spans)
     return ids, trained
 
 

@@ -197,8 +197,9 @@ class _File:
         if self.hopeless:
             return
         self.unused |= dict.fromkeys(said.unused)
-        chats = [example for example in examples if isinstance(example, Chat)]
-        self.counts.update(chats=len(chats), tools=sum(chat.tools is not None for chat in chats))
+        for chat in (example for example in examples if isinstance(example, Chat)):
+            self.counts["chats"] += 1
+            self.counts["tools"] += chat.tools is not None
         weights = (said.weight, -said.weight if self.options.kind == "labels" else said.weight)
         for i, (example, weight, nbytes) in enumerate(zip(examples, weights, sizes, strict=False)):
             parts = [*pieces(example)]

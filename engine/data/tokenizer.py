@@ -142,11 +142,10 @@ def load_tokenizer(folder: str | Path) -> Tokenizer | None:
         notes.append(f"the tokenizer's BPE dropout ({dropout}) is left off: equal texts have equal tokens")
     try:
         added = _added(spec, config, older, _object(folder / "added_tokens.json"))
-        core = tokenizers.Tokenizer.from_str(json.dumps(spec))
-        core.add_tokens(added)
+        core = _made(spec, added)
         probe = next((text for text in _PROBES if core.encode(text, add_special_tokens=False).ids), "")
         lead, tail = _around(*(core.encode(probe, add_special_tokens=wanted).ids for wanted in (False, True)))
-        core.post_processor = tokenizers.processors.Sequence([])  # none: it adds tokens and may trim offsets
+        core = _made(spec | {"post_processor": None}, added)  # it adds tokens and may trim offsets
         core.encode_special_tokens = config.get("split_special_tokens") is True
         names = {name: text for name, token in _named(config, older).items() if (text := _text(token)) is not None}
         ends = _model_ends(core, folder)
@@ -165,6 +164,12 @@ def load_tokenizer(folder: str | Path) -> Tokenizer | None:
     return Tokenizer(
         core, folder, names, bos, eos, config, fingerprint, tuple(notes), unknown, tuple(filter(None, stops))
     )
+
+
+def _made(spec: Fields, added: list[tokenizers.AddedToken]) -> tokenizers.Tokenizer:
+    core = tokenizers.Tokenizer.from_str(json.dumps(spec))
+    core.add_tokens(added)
+    return core
 
 
 def _object(path: Path) -> Fields:
