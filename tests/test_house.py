@@ -34,7 +34,7 @@ BUDGETS = {
     "engine/tuning/**": 2274,  # 2100
     "engine/run/**": 6504,  # 5000
     "scripts/**": 2620,
-    "tests/**": 25219,  # 25000
+    "tests/**": 25275,  # 25000
 }
 MOST_LINES_OF_PROSE = 3200  # README, docs and the other pages
 MOST_LINES_OF_README = 140
