@@ -119,7 +119,9 @@ class Watch(TorchDispatchMode):
             result = kwargs.get("out", args[0])
         else:
             dtype = next((a for a in (*args, *kwargs.values()) if isinstance(a, torch.dtype)), None)
-            result = _made(name, args, dtype)
+            tensors = [t for a in args for t in (a if isinstance(a, (list, tuple)) else [a]) if isinstance(t, Tensor)]
+            on_meta = bool(tensors) and all(t.is_meta for t in tensors)
+            result = _made(name, args, dtype) if on_meta else None
             result = func(*args, **kwargs) if result is None else result
         if first is not None and not self._multiplies():
             a, b = args[first : first + 2]

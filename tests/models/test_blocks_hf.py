@@ -120,19 +120,19 @@ def test_files_with_the_names_of_modules_go_through(case, tmp_path):
 def test_tables_of_angles_are_those_of_transformers(case):
     """Bitwise: each kind of layer has a table of ours."""
     reference, cfg = oracle(*CASES[case])
-    rotary = getattr(reference.base_model, "rotary_emb", None)
+    one = getattr(reference.base_model, "rotary_emb", None)
+    rotaries = getattr(reference.base_model, "rotary_embs", [one] if one else [])  # one of them, or one for each theta
     tables = rope_tables(cfg, 40, "cpu")
-    if rotary is None:
+    if not rotaries:
         assert not tables
         return
     x, positions = torch.zeros(1), torch.arange(40)[None]
-    kinds = getattr(rotary, "layer_types", [None])
-    for kind in kinds:
-        found = rotary(x, positions, *([] if kind is None else [kind]))
-        cos, sin = (found.real, found.imag) if torch.is_tensor(found) else found  # DeepSeek-V2's are complex
-        complex_ = torch.is_tensor(found)
+    ours = [tables[spec.rope].key for spec in cfg.attentions if spec.rope]
+    for rotary, kind in ((rotary, kind) for rotary in rotaries for kind in getattr(rotary, "layer_types", [None])):
+        theirs = rotary(x, positions, *([] if kind is None else [kind]))
+        complex_ = torch.is_tensor(theirs)  # DeepSeek-V2's
+        cos, sin = (theirs.real, theirs.imag) if complex_ else theirs
         near = lambda a, b, c=complex_: torch.equal(a, b) or (c and relative(a, b) < 1e-7)
-        ours = [tables[spec.rope].key for spec in cfg.attentions if spec.rope]
         assert any(
             near(t.cos, cos[0][:, : t.cos.shape[1]]) and near(t.sin, sin[0][:, : t.sin.shape[1]]) for t in ours
         ), kind
