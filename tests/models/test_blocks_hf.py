@@ -128,7 +128,7 @@ def test_tables_of_angles_are_those_of_transformers(case):
         return
     x, positions = torch.zeros(1), torch.arange(40)[None]
     ours = [tables[spec.rope].key for spec in cfg.attentions if spec.rope]
-    for rotary, kind in ((rotary, kind) for rotary in rotaries for kind in getattr(rotary, "layer_types", [None])):
+    for rotary, kind in ((r, kind) for r in rotaries for kind in getattr(r, "layer_types", [None])):
         theirs = rotary(x, positions, *([] if kind is None else [kind]))
         complex_ = torch.is_tensor(theirs)  # DeepSeek-V2's
         cos, sin = (theirs.real, theirs.imag) if complex_ else theirs
