@@ -132,8 +132,8 @@ def load_tokenizer(folder: str | Path) -> Tokenizer | None:
     folder = Path(folder)
     if not (folder / "tokenizer.json").is_file():
         return None
-    spec, config = _object(folder / "tokenizer.json"), _object(folder / "tokenizer_config.json")
-    spec |= {"truncation": None, "padding": None}
+    stored, config = _object(folder / "tokenizer.json"), _object(folder / "tokenizer_config.json")
+    spec = stored | {"truncation": None, "padding": None}
     older = {} if "added_tokens_decoder" in config else _object(folder / "special_tokens_map.json")
     model = spec["model"] if isinstance(spec.get("model"), dict) else {}
     notes, dropout = list[str](), model.get("dropout")
@@ -141,7 +141,7 @@ def load_tokenizer(folder: str | Path) -> Tokenizer | None:
         spec |= {"model": model | {"dropout": None}}
         notes.append(f"the tokenizer's BPE dropout ({dropout}) is left off: equal texts have equal tokens")
     try:
-        added = _added(spec, config, older, _object(folder / "added_tokens.json"))
+        added = _added(stored, config, older, _object(folder / "added_tokens.json"))
         core = _made(spec, added)
         probe = next((text for text in _PROBES if core.encode(text, add_special_tokens=False).ids), "")
         lead, tail = _around(*(core.encode(probe, add_special_tokens=wanted).ids for wanted in (False, True)))
@@ -201,10 +201,10 @@ def _added(spec: Fields, config: Fields, older: Fields, by_name: Fields) -> list
     """Tokens to add to tokenizer.json, in order: those of added_tokens_decoder, else of added_tokens.json (`by_name`)
     and tokenizer.json; then those of tokenizer_config.json and special_tokens_map.json that are none of these.
     """
-    named = _named(config, older)
+    named, extra = _named(config, older), _extra(config, older)
+    if isinstance(padding := spec.get("padding"), dict):
+        named = {"pad_token": padding.get("pad_token")} | named
     ordered = [named.get(name) for name in (*_NAMES, *(name for name in named if name not in _NAMES))]
-    lists = [fields.get(key) for fields in (config, older) for key in _EXTRA]
-    extra = [token for tokens in lists if isinstance(tokens, list) for token in tokens]
     special = {text for token in (*ordered, *extra) if (text := _text(token))}
     listed = [token for token in spec.get("added_tokens") or () if _text(token)]
     decoder, by_id = config.get("added_tokens_decoder"), dict[int, tokenizers.AddedToken]()
@@ -222,6 +222,16 @@ def _added(spec: Fields, config: Fields, older: Fields, by_name: Fields) -> list
             result[-1].special |= token in ordered
             known.add(text)
     return result
+
+
+def _extra(config: Fields, older: Fields) -> list[Any]:
+    """Further special tokens, under either name; of the older file only those of the newer name, if it has both."""
+    lists = [fields.get(key) for fields in (config, older) for key in _EXTRA]
+    new, additional, older_new, older_additional = (value if isinstance(value, list) else None for value in lists)
+    extra = new or additional if additional is not None else new
+    if older_new is not None:
+        return [*(extra or []), *older_new]
+    return extra if extra is not None else older_additional or []
 
 
 def _text(token: Any) -> str | None:

@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import in_process
 import pytest
 from chats import CHATML, TALK, make_tokenizer
 
@@ -58,10 +59,10 @@ def test_rows_that_are_nested_too_deeply_are_bad_rows(tmp_path):
 def test_a_process_that_dies_is_replaced_and_names_its_row(tmp_path):
     codec = made(tmp_path)
     assert codec.decode([68]) == "a"
-    os.kill(codec.submit(_pid).result(), signal.SIGKILL)  # from outside: nothing is lost
+    os.kill(codec.submit(in_process.pid).result(), signal.SIGKILL)  # from outside: nothing is lost
     rows = [row for batch, result in encoded(codec, [chats("good", "good")], 1) for row in batch if not result.faults]
     assert len(rows) == 2
-    os.kill(codec.submit(_pid).result(), signal.SIGKILL)
+    os.kill(codec.submit(in_process.pid).result(), signal.SIGKILL)
     assert codec.decode([68]) == "a"
     batches, numbers = [[(n, Text("a"))] for n in range(7)] + [[(7, Text("a")), (8, _Abort())]], []
     with pytest.raises(Died) as error:
@@ -70,10 +71,6 @@ def test_a_process_that_dies_is_replaced_and_names_its_row(tmp_path):
     assert numbers == [*range(7)]
     assert codec.decode([68]) == "a"
     codec.close()
-
-
-def _pid(programs):
-    return os.getpid()
 
 
 class _Abort(Text):
@@ -142,15 +139,8 @@ def test_a_script_without_a_guard_is_run_once_and_its_processes_end_with_it(tmp_
 @pytest.mark.full
 def test_limits_of_a_process(tmp_path):
     codec = made(tmp_path)
-    soft, core, left = codec.submit(_limits).result()
+    soft, core, left = codec.submit(in_process.limits).result()
     assert soft < 4 * processes.MEMORY
     assert core == 0
     assert 0 < left <= processes.PATIENCE + processes.PER_CHARACTER * processes.SHOWN + 1
     codec.close()
-
-
-def _limits(programs):
-    import resource
-
-    limit = lambda which: resource.getrlimit(which)[0]
-    return limit(resource.RLIMIT_AS), limit(resource.RLIMIT_CORE), signal.getitimer(signal.ITIMER_PROF)[0]
