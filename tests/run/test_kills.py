@@ -43,7 +43,7 @@ ROWS = [
 ]
 pytestmark = pytest.mark.full
 NEIGHBOUR = "mine: not of the run"
-WAY = r"[Rr]estore|[Rr]emove|--\w+|copy|older|start again|mounted|is not there|Download|expected"
+WAY = r"[Rr]estore|[Rr]emove|--\w+|copy|older|start again|mounted|is not there|Download|expected|Correct"
 
 
 @pytest.fixture(scope="module")
