@@ -69,8 +69,8 @@ def gpu(device: torch.device, rates: Mapping[str, float]) -> Iterator[Row]:
     yield Row("gpu", "Triton's compiler", why or "works", "install gcc and python3-dev" if why else "")
     yield link(*_links(device))
     yield from _against(sheet, rates)
-    said = f"{rates['host'] * 1e6:.0f} us of the CPU for each"
-    yield Row("gpu", "starting a kernel", said, numbers={"seconds": rates["launch_overhead"]})
+    overhead = rates["launch_overhead"]
+    yield Row("gpu", "starting a kernel", f"{overhead * 1e6:.0f} us of the CPU for each", numbers={"seconds": overhead})
 
 
 def _links(device: torch.device) -> tuple[dict[str, int], dict[str, int]]:
