@@ -22,9 +22,7 @@ from trireme.models.packed import decoded
 from trireme.storage.checkpoint import Source, open_source
 
 STRIP = 1 << 22  # elements of a matrix that are encoded at a time
-Rows = Callable[
-    [int, int], np.ndarray
-]  # values (b - a, columns), fp32, of rows [a, b) of all experts one after another
+Rows = Callable[[int, int], np.ndarray]  # fp32 (b - a, columns) of rows [a, b), of all experts one after another
 Squares = list[float]  # sums of squares: of what rounding changed, and of the values
 
 
@@ -37,28 +35,38 @@ class Matrix:
     rows: Rows
     squares: Squares
     nested: Nested | None = None  # how the scales of NF4 are packed themselves
-    ready: dict[int, list[np.ndarray]] = field(default_factory=dict)  # parts that were made together with the codes
+    ready: dict[int, list[np.ndarray]] = field(default_factory=dict)  # parts that were made with the codes, by number
 
     def part(self, index: int) -> Iterator[np.ndarray]:
-        """Bytes of a part. Those behind the codes in the file were made with these."""
-        if index in self.ready:
-            yield from self.ready.pop(index)
+        """Bytes of a part, in the order of the packing; of NF4 that packs its scales again, of three: codes, codes of
+        scales, scales of these. All but the first are made together with it, and wait until they are asked for.
+        """
+        if index == 0:
+            yield from self._codes()
             return
-        self.ready = {i: [] for i in range(1, len(self.packing.parts))} if index == 0 else {}
-        for arrays in self._strips():
-            for i, pieces in self.ready.items():
-                pieces.append(arrays[i].view(np.uint8))
-            yield arrays[index].view(np.uint8)
+        if index not in self.ready:  # it lies before the codes in the file
+            for _ in self._codes():
+                pass
+        yield from self.ready.pop(index)
 
-    def scales_of_scales(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """(codes, scales) of the scales of NF4, as bitsandbytes packs them again; the offset stays."""
-        assert self.nested
-        scales = np.concatenate(list(self.part(1))).view(np.float32) - self.nested.offset
-        middles = (self.nested.table[1:] + self.nested.table[:-1]) / 2
-        for a in range(0, len(scales), NESTED_BLOCK):
-            block = scales[a : a + NESTED_BLOCK]
-            most = np.abs(block).max()
-            yield np.searchsorted(middles, block / (most or 1)).astype(np.uint8), most.reshape(1)
+    def _codes(self) -> Iterator[np.ndarray]:
+        others = list[list[np.ndarray]]([] for _ in self.packing.parts[1:])
+        for codes, *arrays in self._strips():
+            for array, pieces in zip(arrays, others, strict=True):
+                pieces.append(array.view(np.uint8))
+            yield codes.view(np.uint8)
+        if self.nested:
+            others = [[part] for part in self._nested(np.concatenate(others[0]).view(np.float32), self.nested)]
+        self.ready = dict(enumerate(others, 1))
+
+    @staticmethod
+    def _nested(scales: np.ndarray, nested: Nested) -> tuple[np.ndarray, np.ndarray]:
+        """(codes, scales) as bytes, of the scales of NF4, as bitsandbytes packs them again; the offset stays."""
+        middles = (nested.table[1:] + nested.table[:-1]) / 2
+        blocks = np.split(scales - nested.offset, range(NESTED_BLOCK, len(scales), NESTED_BLOCK))
+        most = np.array([np.abs(block).max() for block in blocks])
+        codes = [np.searchsorted(middles, block / (of or 1)) for block, of in zip(blocks, most, strict=True)]
+        return np.concatenate(codes).astype(np.uint8), most.view(np.uint8)
 
     def _strips(self) -> Iterator[tuple[np.ndarray, ...]]:
         """The parts of some rows after another."""
@@ -95,22 +103,11 @@ class Repacked:
     owners: Mapping[str, tuple[str, int]]  # of a tensor of `raw`: a matrix of `source`, and the number of its part
     matrices: Mapping[str, Matrix]
     squares: Mapping[str, Squares]  # by kind of matrix
-    nested: dict[str, np.ndarray] = field(default_factory=dict)  # scales of scales that were made with their codes
 
     def values(self, name: str) -> Iterator[np.ndarray]:
         """Bytes of a part of a changed matrix, by its name in the files."""
         stored, index = self.owners[name]
-        matrix = self.matrices[stored]
-        if index < len(matrix.packing.parts) and not (index == 1 and matrix.nested):
-            yield from matrix.part(index)
-        elif index == 1:
-            codes, scales = zip(*matrix.scales_of_scales(), strict=True)
-            self.nested[stored] = np.concatenate(scales)
-            yield np.concatenate(codes)
-        else:
-            if stored not in self.nested:
-                self.nested[stored] = np.concatenate([scales for _, scales in matrix.scales_of_scales()])
-            yield self.nested.pop(stored).view(np.uint8)
+        return self.matrices[stored].part(index)
 
     def errors(self) -> str:
         """The relative error of rounding by kind of matrix, for the user."""
@@ -130,8 +127,8 @@ def repacked(source: Packed, rows: Mapping[str, Rows]) -> Repacked:
             made = source.made.get(stored + part.suffix)
             if isinstance(made, Nested):
                 nested = made
-                owners[places[made.codes.file, made.codes.offset]] = stored, i
-                owners[places[made.scales.file, made.scales.offset]] = stored, len(packing.parts)
+                owners |= {places[made.codes.file, made.codes.offset]: (stored, i)}
+                owners |= {places[made.scales.file, made.scales.offset]: (stored, i + 1)}
             else:
                 t = source.parts[stored + part.suffix]
                 owners[places[t.file, t.offset]] = stored, i

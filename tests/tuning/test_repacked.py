@@ -12,6 +12,7 @@ from trireme.engine.tuning.adapters import WEIGHTS
 from trireme.engine.tuning.merging import merge_adapter
 from trireme.engine.tuning.parts import open_checkpoint
 from trireme.engine.tuning.peft_config import CONFIG
+from trireme.engine.tuning.repacked import repacked
 from trireme.engine.tuning.spellings import PREFIX
 from trireme.models.config import InputError, read_config
 
@@ -87,8 +88,6 @@ def test_an_adapter_that_adds_nothing_leaves_the_values(form, tmp_path):
 
 def test_experts_of_gpt_oss_keep_their_order(tmp_path):
     """They are stored (out, in) and computed (in, out)."""
-    from trireme.engine.tuning.repacked import repacked
-
     for name in ("packed", "plain"):
         (tmp_path / name).mkdir()
     decoded = write_packed((tmp_path / "packed", tmp_path / "plain"), FORMATS["gpt-oss"])
