@@ -281,23 +281,23 @@ def _version() -> str:
 # ---------------------------------------------------------------- options of a run
 
 
-def of_a_run(given: Mapping[str, Any]) -> Options:
-    """The options of a run: those given, those of --config or of the run of --resume. Raises InputError."""
+def of_a_run(values: Mapping[str, Any]) -> Options:
+    """The options of a run: those of the command, those of --config or of the run of --resume. Raises InputError."""
     run: Path | None = None
-    if "resume" in given:
-        run = Path(given["resume"] or folder.latest(Path("runs")))
-        if other := {"config", "shape", "demo", "out"} & given.keys():
+    if "resume" in values:
+        run = Path(values["resume"] or folder.latest(Path("runs")))
+        if other := {"config", "shape", "demo", "out"} & values.keys():
             raise InputError(f"{flag(other.pop())}: a resumed run has its own. Leave it out.")
         if not here().host:
             folder.check_resumable(run)
-    elif "config" not in given:
-        return Options.of(given)
-    path = run / "config.yaml" if run else Path(given["config"])
+    elif "config" not in values:
+        return Options.of(values)
+    path = run / "config.yaml" if run else Path(values["config"])
     text = here().texts("" if here().host else config_file.text_of(path))[0]  # of host 0
-    kept = config_file.read(path, text)
-    if {"epochs", "max_steps"} & given.keys():  # the length is given by one of them
-        kept = {name: value for name, value in kept.items() if name not in ("epochs", "max_steps")}
-    chosen = config_file.given_in(text) if text.startswith(config_file.FIRST) else kept.keys()
-    own = frozenset(chosen & kept.keys() | given.keys())
-    options = replace(Options.of({**kept, **given}, f"{path}: "), given=own)
+    stored = config_file.read(path, text)
+    if {"epochs", "max_steps"} & values.keys():  # the length is given by one of them
+        stored = {name: value for name, value in stored.items() if name not in ("epochs", "max_steps")}
+    chosen = config_file.given_in(text) if text.startswith(config_file.FIRST) else stored.keys()
+    named = frozenset(chosen & stored.keys() | values.keys())
+    options = replace(Options.of({**stored, **values}, f"{path}: "), given=named)
     return replace(options, resume=str(run), out=str(run)) if run else options

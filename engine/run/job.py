@@ -160,7 +160,7 @@ def make(o: Options, begun: Snapshot | None = None, by_rule: bool = False) -> Jo
     With several hosts all call it, and get the same plan. Raises InputError, CheckpointError, DoesNotFit.
     """
     fixed, clock, group = begun.fixed if begun else None, screen.clock(), here()
-    check(o, begun)
+    check_options(o, begun)
     today = fixed.date if fixed else group.texts(date.today().isoformat())[0]
     with clock.at("headers"):
         opened = open_model(o, today)
@@ -215,7 +215,7 @@ def make(o: Options, begun: Snapshot | None = None, by_rule: bool = False) -> Jo
     return job
 
 
-def check(o: Options, begun: Snapshot | None) -> None:
+def check_options(o: Options, begun: Snapshot | None) -> None:
     """Raises InputError for options that do not go together, or that a resumed run cannot change."""
     if wrong := next(_contradictions(o, begun), ""):
         raise InputError(wrong)

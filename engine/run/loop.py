@@ -38,7 +38,7 @@ from trireme.engine.run import config_file, folder, page, report, screen
 from trireme.engine.run.after import hub, push
 from trireme.engine.run.evaluate import Evaluator, documents, with_reference
 from trireme.engine.run.folder import Folder
-from trireme.engine.run.job import Job, alternatives, check, check_room, make
+from trireme.engine.run.job import Job, alternatives, check_options, check_room, make
 from trireme.engine.run.log import Log, Record, Tracker, eval_line, trackers
 from trireme.engine.run.options import TEMPLATES, Options, flag
 from trireme.engine.run.record import Snapshot
@@ -116,7 +116,7 @@ def train(options: Options, others: Sequence[Tracker] = ()) -> Path:
 
 def check_paths(o: Options) -> None:
     """Looks at the paths that a run is given, before anything is downloaded or read for long. Raises InputError."""
-    check(o, None)
+    check_options(o, None)
     for name in ("tokenizer", "adapter", "plan", "teacher", "chat_template"):
         path = getattr(o, name)
         if path and path not in TEMPLATES and not hub.model_name(path) and not Path(path).exists():
