@@ -29,12 +29,12 @@ BUDGETS = {
     "engine/*.* engine/queues/**": 5511,  # 5400
     "engine/planner/**": 3956,  # 3850
     "engine/hosts/**": 600,
-    "engine/check/**": 1265,  # 1200
+    "engine/check/**": 1266,  # 1200
     "engine/data/**": 5057,  # 4300
     "engine/tuning/**": 2274,  # 2100
     "engine/run/**": 6504,  # 5000
     "scripts/**": 2620,
-    "tests/**": 25280,  # 25000
+    "tests/**": 25300,  # 25000
 }
 MOST_LINES_OF_PROSE = 3200  # README, docs and the other pages
 MOST_LINES_OF_README = 140

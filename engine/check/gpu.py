@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
@@ -130,10 +130,10 @@ def pinned(device: torch.device) -> Row:
 # ---------------------------------------------------------------- kernels
 
 
-def kernels(shapes: Shapes, timed: Callable[[Case], float], fp8: bool) -> Iterator[Row]:
+def kernels(shapes: Shapes, timed: Callable[[Case], float], fp8: bool, groups: Sequence[str] = ORDER) -> Iterator[Row]:
     """Yields each kernel's error against its reference, and its rate. `timed`: seconds of a call."""
     end = time.monotonic() + KERNELS_S
-    for name in ORDER:
+    for name in groups:
         if name == "fp8" and not fp8:
             yield Row("kernels", name, "this GPU has none")
         else:
@@ -171,8 +171,9 @@ def _compared(case: Case, timed: Callable[[Case], float]) -> Row:
 
 
 def call_seconds(case: Case) -> float:
-    """Seconds of the fastest of a few calls on the GPU; compiles before."""
+    """Seconds of the fastest of a few calls on the GPU; compiles before. Arguments keep their values."""
     run = lambda: getattr(ops, case.op)(*case.args, **case.kwargs)
+    before = [(t, t.clone()) for t in case.args if torch.is_tensor(t)]
     run()
     best = float("inf")
     for _ in range(TIMES):
@@ -182,6 +183,8 @@ def call_seconds(case: Case) -> float:
         end.record()
         end.synchronize()
         best = min(best, start.elapsed_time(end) * 1e-3)
+    for tensor, values in before:
+        tensor.copy_(values)
     return best
 
 

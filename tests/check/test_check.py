@@ -19,7 +19,7 @@ from trireme.engine.check.row import Row, changes
 from trireme.engine.check.steps import compared, steps
 from trireme.engine.plan import Limits
 from trireme.engine.planner.gpus import find_gpu
-from trireme.engine.planner.probe import drive
+from trireme.engine.planner.probe import compute, drive, processor
 from trireme.engine.planner.rates import rates_of
 from trireme.engine.run.cli import main
 from trireme.kernels import ops
@@ -238,3 +238,21 @@ def test_steps_are_run_next_to_their_estimates(tmp_path, monkeypatch):
 def test_an_estimate_that_is_far_off_is_told_on_a_gpu():
     for cuda, told in ((True, [True, False]), (False, [False, False])):
         assert [bool(compared("step", seconds, 1.0, cuda).change) for seconds in (1.3, 1.1)] == told
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("group", gpu.ORDER)
+def test_kernels_are_right_on_this_gpu_while_they_are_timed(group):
+    device, fp8 = torch.device("cuda"), torch.cuda.get_device_capability() >= (8, 9)
+    rows = list(gpu.kernels(gpu.checked(device), gpu.call_seconds, fp8, [group]))
+    assert rows
+    assert [row.found for row in rows if row.change] == []
+
+
+@pytest.mark.gpu
+def test_this_gpu_is_described():
+    device = torch.device("cuda")
+    rates = {"matmul": compute.matmul_rate(device, torch.bfloat16)} | processor.processor_rates(device, "BF16", 1 << 33)
+    rows = [*gpu.gpu(device, rates), gpu.pinned(device)]
+    assert [row.what for row in rows][:2] == ["GPU", "Triton's compiler"]
+    assert all(row.line() for row in rows)
