@@ -27,20 +27,11 @@ class Case(NamedTuple):
     bound: float = 5e-3
 
 
-class Mixture(NamedTuple):
-    """Numbers of experts and of chosen ones, width, and hidden width of each expert."""
-
-    E: int
-    k: int
-    D: int
-    I: int
-
-
-MIXTURES = {
-    "Qwen3-30B": Mixture(128, 8, 2048, 768),
-    "gpt-oss-20b": Mixture(32, 4, 2880, 2880),
-    "gpt-oss-120b": Mixture(128, 4, 2880, 2880),
-    "Mixtral": Mixture(8, 2, 4096, 14336),
+MIXTURES = {  # numbers of experts and of chosen ones, width, and hidden width of each expert
+    "Qwen3-30B": (128, 8, 2048, 768),
+    "gpt-oss-20b": (32, 4, 2880, 2880),
+    "gpt-oss-120b": (128, 4, 2880, 2880),
+    "Mixtral": (8, 2, 4096, 14336),
 }
 # Lengths of documents, heads, heads of keys, their width.
 ATTENTION = (
@@ -67,7 +58,7 @@ class Shapes:
     latent: tuple[tuple[Any, int, int, int, int], ...] = ()  # as attention, and the width of values
     matmuls: tuple[tuple[int, int, int], ...] = PRODUCTS
     quantized: tuple[int, ...] = (4096, 14336, 28672)
-    mixtures: Mapping[str, Mixture] = field(default_factory=lambda: MIXTURES)
+    mixtures: Mapping[str, tuple[int, int, int, int]] = field(default_factory=lambda: MIXTURES)
     mixed: int = 32768  # tokens of a mixture
     tuned: tuple[int, ...] = (900, 57, 1091)  # lengths of documents in the attention that check --tune times
     scan: tuple[int, int, int] = (16, 32, 128)  # heads of keys, of values, their width, as Qwen3.5 has them
@@ -82,22 +73,18 @@ class Shapes:
 
 def norms(s: Shapes) -> Iterator[Case]:
     N, randn = s.N, s.randn
-    layer = ops.NormKind(centred=True)
+    kinds = ("", ops.RMS), (" LayerNorm", ops.NormKind(centred=True))
     for D in s.widths:
         x, dy, dr, copy, dx = (randn(N, 1, D) for _ in range(5))
         w, b, shape, size = randn(D), randn(D), f"{N}x{D}", 2 * N * D
         dw, db = s.zeros(2, D)
-        _, stats = ops.norm_fwd(x, w, 1e-5)
-        yield Case(shape, "norm_fwd", (x, w, 1e-5), 2 * size)
         yield Case(f"{shape} + copy", "norm_fwd", (x, w, 1e-5, ops.RMS, None, None, copy), 3 * size)
-        given = dy, x, w, stats, ops.RMS, dx, dw
-        yield Case(shape, "norm_bwd", given, 3 * size)
-        yield Case(f"{shape} + residual", "norm_bwd", given, 4 * size, dict(dresidual=dr))
-        _, stats = ops.norm_fwd(x, w, 1e-5, layer, b)
-        yield Case(f"{shape} LayerNorm", "norm_fwd", (x, w, 1e-5, layer, b), 2 * size)
-        centred = dy, x, w, stats, layer, dx, dw, db
-        yield Case(f"{shape} LayerNorm", "norm_bwd", centred, 3 * size)
-        yield Case(f"{shape} LayerNorm + residual", "norm_bwd", centred, 4 * size, dict(dresidual=dr))
+        for name, kind in kinds:
+            inputs = x, w, 1e-5, kind, b if kind.centred else None
+            backward = dy, x, w, ops.norm_fwd(*inputs)[1], kind, dx, dw, db if kind.centred else None
+            yield Case(f"{shape}{name}", "norm_fwd", inputs, 2 * size)
+            yield Case(f"{shape}{name}", "norm_bwd", backward, 3 * size)
+            yield Case(f"{shape}{name} + residual", "norm_bwd", backward, 4 * size, dict(dresidual=dr))
     H, of, d = s.heads
     x, w, dw, dy = randn(N, of * d).view(N, of, d)[:, :H], randn(d), s.zeros(d), randn(N, H, d)
     _, stats = ops.norm_fwd(x, w, 1e-6)
@@ -241,35 +228,37 @@ def attention_inputs(lengths: Any, H: int, K: int, d: int, s: Shapes = Shapes(),
     return Attention(q, k, v, dq, dk, dv, s.randn(N, H, d), ops.make_docs(lengths, s.device), d**-0.5)
 
 
+def passes(label: str, a: Attention, window: int = 0) -> Iterator[Case]:
+    """Forward and backward. `window`: tokens that a query sees; 0: all before it."""
+    (_, H, d), e = a.q.shape, a.v.shape[2]
+    pairs = H * sum(n * (n + 1) // 2 for n in a.docs.lengths)  # attended, without a window
+    inputs = (a.q, a.k, a.v, a.docs, a.scale, window)
+    yield Case(label, "attention_fwd", inputs, 2 * (d + e) * pairs, flops=True)
+    out, lse = ops.attention_fwd(*inputs)
+    args = (a.dout, a.q, a.k, a.v, out, lse, a.docs, a.scale, a.dq, a.dk, a.dv, window)
+    yield Case(label, "attention_bwd", args, 2 * (3 * d + 2 * e) * pairs, flops=True)
+
+
 def attention(s: Shapes) -> Iterator[Case]:
     for lengths, H, K, d, e in (*s.latent, *((*case, case[3]) for case in s.attention)):
         a = attention_inputs(lengths, H, K, d, s, e if e != d else 0)
-        pairs = H * sum(n * (n + 1) // 2 for n in lengths)  # attended
-        flops, back = 2 * (d + e) * pairs, 2 * (3 * d + 2 * e) * pairs
         equal = len(set(lengths)) == 1
         label = f"d{d}{f'+{e}' if e != d else ''} {H}/{K} " + (
             f"{len(lengths)}x{lengths[0]}" if equal else f"{len(lengths)} documents"
         )
-        out, lse = ops.attention_fwd(a.q, a.k, a.v, a.docs, a.scale)
-        yield Case(label, "attention_fwd", (a.q, a.k, a.v, a.docs, a.scale), flops, flops=True)
-        args = (a.dout, a.q, a.k, a.v, out, lse, a.docs, a.scale, a.dq, a.dk, a.dv)
-        yield Case(label, "attention_bwd", args, back, flops=True)
+        yield from passes(label, a)
     size, sinks = 2 * a.q.numel(), s.randn(H, dtype=torch.float32)  # of the last
+    out, lse = ops.attention_fwd(a.q, a.k, a.v, a.docs, a.scale)
     yield Case(label, "sinks_fwd_", (out, lse, sinks), 2 * size)
     yield Case(label, "sinks_bwd_", (s.zeros(H), a.dout, out, lse, sinks), 2 * size)
 
 
 def experts(s: Shapes) -> Iterator[Case]:
     """Routing and GEMMs of experts, for tokens with random router logits."""
-    first = next(iter(s.mixtures))
+    yield from routing(s)
     for name, (E, k, D, I) in s.mixtures.items():
-        N, rule = s.mixed, ops.Rule(k)
-        P, logits = N * k, s.randn(N, E)
-        weights, chosen = ops.route_fwd(logits, rule)
-        order = ops.sort_pairs(chosen, E)
-        if name == first:
-            yield from routing(name, logits, weights, chosen, rule)
-            yield from sorted_rows(name, order, weights, D, I, s)
+        N, P = s.mixed, s.mixed * k
+        order = ops.sort_pairs(ops.route_fwd(s.randn(N, E), ops.Rule(k))[1], E)
         x, d_gate_up, act = s.randn(N, D), s.randn(P, 2 * I), s.randn(P, I)
         up, down = (s.randn(E, 2 * I, D) * D**-0.5).mT, (s.randn(E, D, I) * I**-0.5).mT
         matmuls = (("up", x, up, k), ("down", act, down, 0), ("d_act", x, down.mT, k), ("d_rows", d_gate_up, up.mT, 0))
@@ -282,16 +271,15 @@ def experts(s: Shapes) -> Iterator[Case]:
             yield Case(f"{name} {label}", "grouped_add_", args, flops, flops=True)
 
 
-def routing(name: str, logits: Tensor, weights: Tensor, chosen: Tensor, rule: ops.Rule) -> Iterator[Case]:
-    (N, E), P = logits.shape, chosen.numel()
+def routing(s: Shapes) -> Iterator[Case]:
+    """Of the first mixture: routing, and sums and activations of the rows that are sorted by expert."""
+    name, (E, k, D, I) = next(iter(s.mixtures.items()))
+    N, P, rule, logits = s.mixed, s.mixed * k, ops.Rule(k), s.randn(s.mixed, E)
+    weights, chosen = ops.route_fwd(logits, rule)
     yield Case(name, "route_fwd", (logits, rule), 2 * N * E + 8 * P)
     yield Case(name, "route_bwd", (torch.randn_like(weights), logits, chosen, rule), 4 * N * E + 8 * P)
     yield Case(name, "sort_pairs", (chosen, E), 12 * P)
-
-
-def sorted_rows(name: str, order: ops.Order, weights: Tensor, D: int, I: int, s: Shapes) -> Iterator[Case]:
-    (N, k), P = weights.shape, weights.numel()
-    rows, d_act, gate_up = s.randn(P, D), s.randn(P, I), s.randn(P, 2 * I)
+    order, rows, d_act, gate_up = ops.sort_pairs(chosen, E), s.randn(P, D), s.randn(P, I), s.randn(P, 2 * I)
     yield Case(f"{name} forward", "combine", (rows, order, k, weights, s.randn(N, D)), 2 * D * (P + 2 * N))
     yield Case(f"{name} backward", "combine", (rows, order, k), 2 * D * (P + N))
     yield Case(f"{name} silu", "act_bwd_", (d_act, gate_up, ops.Act(), None, None, weights, order), 12 * P * I)
@@ -321,38 +309,33 @@ def packed(s: Shapes) -> Iterator[Case]:
 def scans(s: Shapes) -> Iterator[Case]:
     """A gated delta rule with the operations around it, and the gate of an attention's output."""
     N, (K, H, d), docs = s.N, s.scan, ops.make_docs([s.N], s.device)
-    q, k = (torch.nn.functional.normalize(s.randn(N, K, d).float(), dim=-1).to(BF16) for _ in range(2))
-    v, dy, gate = (s.randn(N, H, d) for _ in range(3))
-    g, beta = -torch.rand(N, H, device=s.device), torch.rand(N, H, device=s.device)
-    what, keys, values = f"{N}x{H}x{d}", 2 * q.numel(), 2 * v.numel()
-    yield Case(what, "scan_fwd", (q, k, v, g, beta, docs, True), 2 * keys + 2 * values, bound=1e-2)
-    into = [torch.zeros_like(t) for t in (q, k, v)]
-    yield Case(what, "scan_bwd", (dy, q, k, v, g, beta, docs, True, None, *into), 4 * (keys + values), bound=1e-2)
+    what, values = f"{N}x{H}x{d}", 2 * N * H * d
+    yield from recurrence(what, s, (K, H, d, d), True)
     C = (2 * K + H) * d
     x, dx, w = s.randn(N, C), s.randn(N, C), s.randn(C, 4)
     yield Case(f"{N}x{C}", "conv_fwd", (x, w, None, docs), 4 * x.numel())
     yield Case(f"{N}x{C}", "conv_bwd", (dx, x, w, None, docs, s.zeros(C, 4), None, torch.zeros_like(x)), 6 * x.numel())
-    yield from mamba(s)
-    w, dw, out = s.randn(d), s.zeros(d), torch.zeros_like(v)
-    yield from gated_norm(what, dy, v, gate, w, dw, False)
+    v, dy, gate, out = (s.randn(N, H, d) for _ in range(4))
+    yield from gated_norm(what, dy, v, gate, s.randn(d), s.zeros(d), False)
     for act in ("sigmoid", "silu"):
         yield Case(f"{what} {act}", "gate_fwd", (v, gate, act), 3 * values)
         yield Case(f"{what} {act}", "gate_bwd", (dy, v, gate, out, act), 5 * values)
-
-
-def mamba(s: Shapes) -> Iterator[Case]:
-    """Mamba2's recurrence, which has no delta rule, and its gated norm of groups of heads."""
-    N, (K, H, d, e), docs = s.N, s.mamba, ops.make_docs([s.N], s.device)
-    q, k = (torch.nn.functional.normalize(s.randn(N, K, d).float(), dim=-1).to(BF16) for _ in range(2))
-    v, dy = (s.randn(N, H, e) for _ in range(2))
-    g, beta, skip = -torch.rand(N, H, device=s.device), torch.rand(N, H, device=s.device), s.randn(H)
-    what, keys, values = f"{N}x{H}x{e}, states of {d}", 2 * q.numel(), 2 * v.numel()
-    yield Case(what, "scan_fwd", (q, k, v, g, beta, docs, False, skip), 2 * keys + 2 * values, bound=1e-2)
-    into = [torch.zeros_like(t) for t in (q, k, v)]
-    yield Case(what, "scan_bwd", (dy, q, k, v, g, beta, docs, False, skip, *into), 4 * (keys + values), bound=1e-2)
+    K, H, d, e = s.mamba  # Mamba2's recurrence has no delta rule, its norm is of groups of heads
+    yield from recurrence(f"{N}x{H}x{e}, states of {d}", s, s.mamba, False)
     x, dy, gate = (s.randn(N, K, H * e // K) for _ in range(3))
     w, dw = s.randn(*x.shape[1:]), s.zeros(*x.shape[1:])
     yield from gated_norm(f"{N}x{K}x{x.shape[2]}, gate first", dy, x, gate, w, dw, True)
+
+
+def recurrence(label: str, s: Shapes, shape: tuple[int, int, int, int], delta: bool) -> Iterator[Case]:
+    """`shape`: heads of keys and of values, their widths. Without a delta rule each head's input is added, too."""
+    N, (K, H, d, e), docs = s.N, shape, ops.make_docs([s.N], s.device)
+    q, k = (torch.nn.functional.normalize(s.randn(N, K, d).float(), dim=-1).to(BF16) for _ in range(2))
+    v, dy, skip = s.randn(N, H, e), s.randn(N, H, e), None if delta else s.randn(H)
+    inputs = (q, k, v, -torch.rand(N, H, device=s.device), torch.rand(N, H, device=s.device), docs, delta, skip)
+    size = 2 * q.numel() + 2 * v.numel()
+    yield Case(label, "scan_fwd", inputs, 2 * size, bound=1e-2)
+    yield Case(label, "scan_bwd", (dy, *inputs, *map(torch.zeros_like, (q, k, v))), 4 * size, bound=1e-2)
 
 
 def gated_norm(label: str, dy: Tensor, x: Tensor, gate: Tensor, w: Tensor, dw: Tensor, first: bool) -> Iterator[Case]:

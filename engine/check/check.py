@@ -38,7 +38,7 @@ def check(folders: Mapping[str, Path], report: Path, say: Callable[[str], None],
     except OSError as error:
         raise InputError(f"--report {report}: {error.strerror}. Name another file.") from None
     try:
-        for row in _tuning() if tuning else _rows(folders, start + WHOLE):
+        for row in _rows(folders, start + WHOLE, tuning):
             rows.append(row)
             say(row.line())
         took = time.monotonic() - start
@@ -54,9 +54,12 @@ def check(folders: Mapping[str, Path], report: Path, say: Callable[[str], None],
     return rows
 
 
-def _rows(folders: Mapping[str, Path], end: float) -> Iterator[Row]:
+def _rows(folders: Mapping[str, Path], end: float, tuning: bool) -> Iterator[Row]:
     device = host.torch_device()
     yield from host.software()
+    if tuning:  # takes some minutes, most of them for compilation
+        yield from tune.rows(device, gpu.CHECKED, gpu.call_seconds) if device else [gpu.no_gpu()]
+        return
     dtype = "BF16" if device else "F32"
     where = device or torch.device("cpu")
     found = {"matmul": compute.matmul_rate(where, torch.bfloat16 if device else torch.float32)}
@@ -72,20 +75,10 @@ def _rows(folders: Mapping[str, Path], end: float) -> Iterator[Row]:
     if device is not None:
         fp8 = torch.cuda.get_device_capability(device) >= (8, 9)
         with tuned.in_use(tuned.stored(device)):
-            yield from gpu.kernels(gpu.checked(device), gpu.call_seconds, fp8)
+            yield from gpu.kernels(gpu.CHECKED, gpu.call_seconds, fp8)
         torch.cuda.empty_cache()
     folder, rates = next(iter(tried.items()), (None, {}))
     yield from steps(where, memory_limits(where, None, None), rates_of(found | rates), folder, end)
-
-
-def _tuning() -> Iterator[Row]:
-    """Tries launch settings; takes some minutes, most of them for compilation."""
-    yield from host.software()
-    device = host.torch_device()
-    if device is None:
-        yield gpu.no_gpu()
-    else:
-        yield from tune.rows(device, gpu.checked(device), gpu.call_seconds)
 
 
 def folders_of(given: Iterable[str]) -> dict[str, Path]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from contextlib import suppress
 
 import torch
 
@@ -51,39 +51,27 @@ def no_gpu() -> Row:
     return Row("gpu", "GPU", f"{name} has no bf16", "use an RTX 30, an A100 or anything newer", {"there": False})
 
 
-def known(name: str) -> Gpu | None:
-    """What the data sheet of a GPU says, if it is known."""
-    try:
-        return find_gpu(name)
-    except ValueError:
-        return None
-
-
 def gpu(device: torch.device, rates: Mapping[str, float]) -> Iterator[Row]:
     """Yields rows. `rates`: from compute.matmul_rate and processor.processor_rates."""
-    name, sheet = torch.cuda.get_device_name(device), known(torch.cuda.get_device_name(device))
+    name, sheet = torch.cuda.get_device_name(device), None
+    with suppress(ValueError):  # not a known one
+        sheet = find_gpu(name)
     free, total = torch.cuda.mem_get_info(device)
     busy = "close what else uses it" if free < 0.85 * total else ""
     yield Row("gpu", "GPU", f"{name}, {gib(free, 1)} of {gib(total, 1)} free", busy, {"name": name, "free": free})
     why = why_none()
     yield Row("gpu", "Triton's compiler", why or "works", "install gcc and python3-dev" if why else "")
-    yield link(*_links(device))
+    a, idle = torch.randn(8192, 8192, device=device, dtype=torch.bfloat16), gpu_now(device)
+    for _ in range(20):
+        a @ a
+    yield link(idle, gpu_now(device))  # while they run
     yield from _against(sheet, rates)
     overhead = rates["launch_overhead"]
     yield Row("gpu", "starting a kernel", f"{overhead * 1e6:.0f} us of the CPU for each", numbers={"seconds": overhead})
 
 
-def _links(device: torch.device) -> tuple[dict[str, int], dict[str, int]]:
-    """What the driver says of the GPU's link, (idle, while it computes)."""
-    idle = gpu_now(device)
-    a = torch.randn(8192, 8192, device=device, dtype=torch.bfloat16)
-    for _ in range(20):
-        a @ a
-    return idle, gpu_now(device)  # while they run
-
-
 def link(idle: Mapping[str, int], busy: Mapping[str, int]) -> Row:
-    """A row on the link. `idle`, `busy`: from host.gpu_now."""
+    """A row on the link. `idle`, `busy`: from host.gpu_now, without work and while the GPU computes."""
     if "lanes" not in busy:
         return Row("gpu", "PCIe", "the driver does not say")
     lanes, of, best = busy["lanes"], busy.get("lanes of the card", 0), busy.get("generation", 0)
@@ -136,20 +124,15 @@ def kernels(shapes: Shapes, timed: Callable[[Case], float], fp8: bool, groups: S
     for name in groups:
         if name == "fp8" and not fp8:
             yield Row("kernels", name, "this GPU has none")
-        else:
-            yield from _group(name, GROUPS[name](shapes), timed, end)
-
-
-def _group(name: str, cases: Iterator[Case], timed: Callable[[Case], float], end: float) -> Iterator[Row]:
-    """Yields the rows of a group of kernels, until `end`."""
-    try:
-        for case in cases:
-            yield _compared(case, timed)
-            if time.monotonic() > end:
-                yield Row("kernels", name, "not all tried: out of time. Check again: what was compiled is kept")
-                return
-    except torch.cuda.OutOfMemoryError:
-        yield Row("kernels", name, "not all tried: too large for this GPU's memory")
+            continue
+        try:
+            for case in GROUPS[name](shapes):
+                yield _compared(case, timed)
+                if time.monotonic() > end:
+                    yield Row("kernels", name, "not all tried: out of time. Check again: what was compiled is kept")
+                    break
+        except torch.cuda.OutOfMemoryError:
+            yield Row("kernels", name, "not all tried: too large for this GPU's memory")
 
 
 def _compared(case: Case, timed: Callable[[Case], float]) -> Row:
@@ -186,7 +169,3 @@ def call_seconds(case: Case) -> float:
     for tensor, values in before:
         tensor.copy_(values)
     return best
-
-
-def checked(device: torch.device) -> Shapes:
-    return replace(CHECKED, device=str(device))

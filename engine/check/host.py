@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
@@ -26,16 +27,11 @@ def is_wsl() -> bool:
 
 
 def software() -> Iterator[Row]:
-    try:
-        own = version("trireme")
-    except PackageNotFoundError:
-        own = "from a clone, not installed"
-    found = {"trireme": own, "python": platform.python_version(), "system": platform.release()}
-    for name in PACKAGES:
-        try:
+    found = {"trireme": "from a clone, not installed", "python": platform.python_version()}
+    found |= {"system": platform.release()} | dict.fromkeys(PACKAGES, "missing")
+    for name in ("trireme", *PACKAGES):
+        with suppress(PackageNotFoundError):
             found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = "missing"
     said = ", ".join(f"{name} {text}" for name, text in found.items())
     yield Row("software", "versions", said, numbers=dict(found))
     why = why_slow()
@@ -49,9 +45,9 @@ def host(rates: Mapping[str, float]) -> Iterator[Row]:
     quota = f"; {update_threads()} update" if may < here else ""
     few = "raise the container's CPU limit or the affinity, if updates limit steps" if may < here / 2 else ""
     yield Row("host", "cores", f"{may:g} of {here} may be used{quota}", few, {"cores": may, "all": here})
-    free = available_ram()
+    free, total = available_ram(), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     low = "" if free >= LITTLE_RAM else "free some: what RAM has no room for goes to the SSD"
-    yield Row("host", "RAM that is free", f"{gib(free, 1)} of {gib(_total(), 1)}", low, {"bytes": free})
+    yield Row("host", "RAM that is free", f"{gib(free, 1)} of {gib(total, 1)}", low, {"bytes": free})
     if is_wsl():
         yield Row("host", "WSL2", "memory of the virtual machine", "raise memory= in .wslconfig, if RAM is short")
     if on_battery():
@@ -62,10 +58,6 @@ def host(rates: Mapping[str, float]) -> Iterator[Row]:
     low = "close other programs, or look at the CPU's power mode" if adam < 0.4 * CORE_ADAM * update_threads() else ""
     low = low if adam < dram / 100 else ""  # else RAM limits it
     yield Row("host", "AdamW on the CPU", f"{adam / 1e9:.2f} G parameters/s", low, {"parameters_per_s": adam})
-
-
-def _total() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def torch_device() -> torch.device | None:

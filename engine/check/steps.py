@@ -6,8 +6,8 @@ import gc
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
-from functools import cache, partial
+from contextlib import ExitStack, contextmanager
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -54,25 +54,22 @@ def steps(device: torch.device, limits: Limits, rates: Rates, folder: Path | Non
     name, tokens, n_micro = MODEL[cuda]
     cfg = find_model(name)
     for place, placement in PLACES[cuda].items():
-        what = f"{name}, {place}"
-        dtype = "BF16" if cuda else "F32"
-        wanted = Wanted(
-            ((tokens, n_micro),), dtype, record=1 << 22, placement=placement, on_cuda=cuda, document=tokens // 8
-        )
-        if placement == "ssd" and folder is None:
-            yield Row("step", what, "not tried: no drive was tried")
-            continue
-        if time.monotonic() > end:
-            yield Row("step", what, "not tried: out of time")
-            continue
+        what, dtype, seq, store = f"{name}, {place}", "BF16" if cuda else "F32", tokens // 8, placement == "ssd"
+        wanted = Wanted(((tokens, n_micro),), dtype, record=1 << 22, placement=placement, on_cuda=cuda, document=seq)
+        why = "no drive was tried" if store and folder is None else "out of time" if time.monotonic() > end else ""
         try:
             plan = simple_plan(cfg, limits, wanted)
         except DoesNotFit as error:
-            yield Row("step", what, "not tried: " + str(error).split(". ")[0])
+            why = why or str(error).split(". ")[0]
+        if why:
+            yield Row("step", what, f"not tried: {why}")
             continue
-        found = predict(cfg, plan, rates, Batch(tokens, wanted.document, n_micro))
-        open_engine = partial(random_engine, cfg, plan, limits, folder=folder if placement == "ssd" else None)
-        yield compared(what, _seconds(open_engine, device, wanted.document), found.step_s, cuda)
+        estimate = predict(cfg, plan, rates, Batch(tokens, seq, n_micro)).step_s
+        with random_engine(cfg, plan, limits, RealQueues(device), folder if store else None) as e:
+            seconds = _timed(e, seq)
+        del e
+        gc.collect()  # frees the engine's buffers
+        yield compared(what, seconds, estimate, cuda)
 
 
 def compared(name: str, seconds: float, estimate: float, cuda: bool) -> Row:
@@ -81,15 +78,6 @@ def compared(name: str, seconds: float, estimate: float, cuda: bool) -> Row:
     said = f"{seconds:.3f} s, estimated {estimate:.3f} s ({100 * off:+.0f} %)"
     wrong = "a run corrects its estimate in the second step" if off > OFF and cuda else ""
     return Row("step", name, said, wrong, {"seconds": seconds, "estimate": estimate})
-
-
-def _seconds(open_engine: Callable[..., AbstractContextManager[Engine]], device: torch.device, seq: int) -> float:
-    """Seconds of a step. The engine's buffers are freed afterwards."""
-    with open_engine(queues=RealQueues(device)) as e:
-        seconds = _timed(e, seq)
-    del e
-    gc.collect()
-    return seconds
 
 
 def _timed(e: Engine, seq: int) -> float:

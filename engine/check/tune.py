@@ -17,7 +17,7 @@ import torch
 from trireme.engine.check import cases, tuned
 from trireme.engine.check.cases import Case, Shapes
 from trireme.engine.check.row import Row
-from trireme.kernels import launch, ops
+from trireme.kernels import launch
 from trireme.kernels.tiles import Chip, tried
 
 MORE = 1.03  # times as fast, from which another setting is taken
@@ -108,12 +108,8 @@ def _attention(kind: str, width: int, chip: Chip, s: Shapes) -> Case:
     """On Hopper with a window as long as the text, since without a window other kernels compute heads up to 128."""
     a = cases.attention_inputs(s.tuned, *HEADS[width], width, s)
     window = sum(a.docs.lengths) if chip.arch == 90 else 0
-    if kind == "fwd":
-        return Case(str(width), "attention_fwd", (a.q, a.k, a.v, a.docs, a.scale, window), 1.0)
-    out, lse = ops.attention_fwd(a.q, a.k, a.v, a.docs, a.scale, window)
-    return Case(
-        str(width), "attention_bwd", (a.dout, a.q, a.k, a.v, out, lse, a.docs, a.scale, a.dq, a.dk, a.dv, window), 1.0
-    )
+    forward, backward = cases.passes(str(width), a, window)
+    return forward if kind == "fwd" else backward
 
 
 def rows(device: torch.device, shapes: Shapes, seconds: Callable[[Case], float]) -> Iterator[Row]:

@@ -59,7 +59,7 @@ def _of_fp8(case: Case) -> op_peers.Peers:
 def _of_attention(case: Case) -> op_peers.Peers:
     """torch's of documents of one length."""
     forward = case.op == "attention_fwd"
-    q, k, v, docs, scale = case.args if forward else (*case.args[1:4], *case.args[6:8])
+    q, k, v, docs, scale = case.args[:5] if forward else (*case.args[1:4], *case.args[6:8])
     if len(set(docs.lengths)) > 1:
         return {}
     dout = randn(*q.shape[:2], v.shape[2]) if forward else case.args[0]

@@ -15,7 +15,7 @@ RTX_4090, GPU, CPU = Chip(89, 128, 72 << 20), torch.device("cuda", 0), torch.dev
 TINY = cases.Shapes(
     device="cpu", N=16, widths=(32,), F=48, plain=48, heads=(2, 4, 16), heads_of=((32, 96),), chunks=(32,), block=4096,
     attention=(([64], 4, 2, 16),), matmuls=((16, 32, 48),), quantized=(32,),
-    mixtures={"small": cases.Mixture(4, 2, 32, 16)}, mixed=16, tuned=(8, 3),
+    mixtures={"small": (4, 2, 32, 16)}, mixed=16, tuned=(8, 3),
 )  # fmt: skip
 FASTER = {"attention_dq 128": (64, 32, 4, 3), "grouped_mm": (64, 64, 128, 4, 3), "quantize": (64, 64, 4)}
 
@@ -116,7 +116,7 @@ def test_every_setting_of_this_gpu_runs_and_is_right(monkeypatch, tmp_path):
     """Each within the bound of its reference; where none is faster nothing changes."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     device = torch.device("cuda", torch.cuda.current_device())
-    shapes, chip, failed = gpu.checked(device), launch.chip(device), []
+    shapes, chip, failed = gpu.CHECKED, launch.chip(device), []
     for name, settings in tried(chip).items():
         case = tune.case_of(name, chip, shapes)
         for setting in settings:
