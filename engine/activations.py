@@ -16,7 +16,7 @@ from torch import Tensor
 from trireme.engine.buffers import What
 from trireme.engine.home import DriveHome, Home
 from trireme.engine.memory import Buffer, Pool, Prefetch, copied, flat, views
-from trireme.engine.placement import Placement, Scratched
+from trireme.engine.placement import Placement, in_scratch
 from trireme.engine.plan import TIERS, Tier
 from trireme.engine.queues.names import HOPS, gpu_of, numbered
 from trireme.engine.queues.task import Task
@@ -164,31 +164,6 @@ class InUse(NamedTuple):
         return flat(self.buffer.tensor, geo.dtype, self.tokens * geo.cfg.width).view(self.tokens, geo.cfg.width)
 
 
-class Passed(NamedTuple):
-    """Sums that each slice of a layer's experts adds to and the next one reads (shapes.passed_shapes), as a task's
-    use.
-    """
-
-    swap: ActivationSwap
-    b: int  # micro-batch
-    buffer: Buffer
-    tokens: int
-    ends: bool  # the last slice frees it
-
-    @property
-    def ready(self) -> tuple[Task, ...]:
-        return self.buffer.ready
-
-    def done(self, task: Task) -> None:
-        self.buffer.ready = (task,)
-        if self.ends:
-            del self.swap.passed[self.b]
-            self.buffer.free((task,))
-
-    def tensors(self) -> dict[str, Tensor]:
-        return views(self.swap.geo.passed_layout(self.tokens), self.buffer.tensor)
-
-
 def saved_tensors(saved: Iterable[InUse]) -> dict[str, Tensor]:
     """Views of all saved tensors of a layer, by name."""
     found: dict[str, Tensor] = {}
@@ -303,20 +278,25 @@ class ActivationSwap:
 
     def _home(self, label: str, tier: Tier, in_ram: Iterator[Tensor], nbytes: int) -> Home:
         if tier == "ssd":
-            return DriveHome(self.queues, "activations", label, self.staging, Scratched(self.placement.space, nbytes))
+            return DriveHome(self.queues, "activations", label, self.staging, in_scratch(self.placement.space, nbytes))
         return Home(self.queues, "activations", label, Buffer(next(in_ram)))
 
     # ------------------------------------------------ slices of experts
 
-    def from_slice(self, u: int, b: int, tokens: int, begins: bool, ends: bool) -> list[Passed]:
-        """The sums that a slice of experts passes to the next one, for micro-batch b; empty if the layer is not
-        sliced.
+    def from_slice(self, u: int, b: int, begins: bool, ends: bool) -> list[Buffer]:
+        """The sums that a slice of experts adds to and the next one reads, for micro-batch b (geo.passed_layout); empty
+        if the layer is not sliced.
         """
         if begins and ends:
             return []
         if begins:
             self.passed[b] = self.for_passed[self._gpu(u)].acquire(f"{self.geo.names[u]} passed {b}")
-        return [Passed(self, b, self.passed[b], tokens, ends)]
+        return [self.passed[b]]
+
+    def end_slices(self, b: int, last: Task) -> None:
+        """Frees the sums of micro-batch b after the task of the last slice, if the layer is sliced."""
+        if b in self.passed:
+            self.passed.pop(b).free((last,))
 
     # ------------------------------------------------ a pass
 

@@ -8,7 +8,6 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, wait
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from itertools import cycle
 
@@ -23,17 +22,6 @@ from trireme.engine.queues.task import Task
 READ_AHEAD = 4  # entries read at once
 
 
-@dataclass
-class Staged:
-    """Bytes [first, last) of the staging buffer that hold a shard. `tasks`: the read, and the tasks that use the
-    bytes.
-    """
-
-    first: int
-    last: int
-    tasks: tuple[Task, ...]
-
-
 class Reader:
     """Reads entries between steps, through a step's queues.
 
@@ -42,7 +30,8 @@ class Reader:
 
     def __init__(self, placement: Placement):
         self.placement, self.updates = placement, placement.updates
-        self._staged: dict[str, Staged] = {}  # by shard; the last one read is last
+        # By shard: its bytes [first, last) of the staging buffer, its read and the tasks that use it; latest last.
+        self._staged: dict[str, tuple[int, int, tuple[Task, ...]]] = {}
 
     def read(self, entry: Entry, *parts: str) -> Tensor:
         """The bytes of an entry: its buffer in RAM, or a copy in the staging buffer. Raises StoreError.
@@ -66,16 +55,17 @@ class Reader:
         shards, (begin, buffer) = placement.shards_of(entry, *parts), _place(placement, entry)
         name, first, last = shards[0].name, begin + shards[0].first, begin + shards[-1].first + shards[-1].layout.span
         if (there := self._staged.pop(name, None)) is None:
-            over = [name for name, staged in self._staged.items() if staged.first < last and first < staged.last]
-            after = [task for name in over for task in self._staged.pop(name).tasks]
-            there = Staged(first, last, (_fetch(placement, entry, shards, buffer, after),))
+            over = [name for name, (a, b, _) in self._staged.items() if a < last and first < b]
+            after = [task for name in over for task in self._staged.pop(name)[2]]
+            there = first, last, (_fetch(placement, entry, shards, buffer, after),)
         self._staged[name] = there
-        return buffer, there.tasks
+        return buffer, there[2]
 
     def used(self, task: Task) -> None:
         """The bytes brought last may be overwritten after `task`, too."""
         if self._staged:
-            next(reversed(self._staged.values())).tasks += (task,)
+            name, (first, last, tasks) = self._staged.popitem()
+            self._staged[name] = first, last, (*tasks, task)
 
     def low(self, u: int, a: int, b: int) -> Tensor:
         """The low halves of the fp32 masters of unit u's elements [a, b), which are one record, as bytes."""

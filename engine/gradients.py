@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -23,20 +23,11 @@ from torch import Tensor
 from trireme.engine.geometry import Stretch, extent
 from trireme.engine.home import DriveHome, Home
 from trireme.engine.memory import NOTHING, Buffer, flat, views
-from trireme.engine.placement import Placement, Scratched
+from trireme.engine.placement import Placement, in_scratch
 from trireme.engine.queues.names import numbered
 from trireme.engine.queues.task import Task
 from trireme.kernels import ops
 from trireme.storage.layout import ITEMSIZE, round_up
-
-
-class Elements(NamedTuple):
-    """Some elements of a gradient, valid after its `ready`. `buffer`: to be freed after the last task that reads
-    them.
-    """
-
-    tensor: Tensor
-    buffer: Buffer | None = None
 
 
 class Landed:
@@ -48,14 +39,16 @@ class Landed:
         """`first`: its first element. Elements before it are updated by other hosts."""
         self.home, self.ready, self.itemsize, self.first = home, ready, itemsize, first
 
-    def part(self, a: int, b: int) -> Elements:
-        """Elements [a, b); from the SSD whole blocks of the drive are read."""
+    def part(self, a: int, b: int) -> tuple[Tensor, Buffer | None]:
+        """Elements [a, b), and of the SSD, from which whole blocks of the drive are read, the buffer that has them: it
+        is to be freed after the last task that reads them.
+        """
         start, stop = ((i - self.first) * self.itemsize for i in (a, b))
         if not isinstance(self.home, DriveHome):
-            return Elements(self.home.place.tensor[start:stop])
+            return self.home.place.tensor[start:stop], None
         begin, end = start // 4096 * 4096, round_up(stop)
         here = self.home.bring(part=(begin, end))
-        return Elements(here.tensor[start - begin : stop - begin], here)
+        return here.tensor[start - begin : stop - begin], here
 
     def free(self, after: Sequence[Task]) -> None:
         """Gives its buffer back; its space on the SSD is its own."""
@@ -77,7 +70,7 @@ class Gradients:
         self.itemsize = ITEMSIZE[geo.dtype]
         units = range(geo.n_units)
         self.on_gpu = [Buffer(placement.of(u, "gpu", "rounded")) for u in units]  # of layers that are updated there
-        on_drive = lambda u: Scratched(placement.space, geo.weights[u].span, later=True)
+        on_drive = lambda u: in_scratch(placement.space, geo.weights[u].span, later=True)
         made = lambda u: DriveHome(queues, "gradient", geo.names[u], back, on_drive(u), "state")
         self.on_ssd = {u: made(u) for u in units if plan.spilled(u)}
         if not queues.simulated:

@@ -7,7 +7,7 @@ its next one comes after.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -15,18 +15,14 @@ from trireme.engine.memory import Buffer, Pool, copied
 from trireme.engine.queues.task import Kind, Queues, Task
 
 
-class OnDrive(Protocol):
-    """Bytes on the drives: shards of the store (placement.Shards) or scratch space (placement.Scratched)."""
+class OnDrive(NamedTuple):
+    """Bytes on the drives: shards of the store or scratch space (placement.py). A part None is all of them; what parts
+    are besides depends on the place.
+    """
 
-    def nbytes(self, part: Any) -> int: ...
-
-    def read(self, buffer: Tensor, part: Any) -> None:
-        """Fills a buffer in RAM with as much as it holds; returns when it is filled. `part` None: all; it lies where it
-        lies in the whole.
-        """
-        ...
-
-    def write(self, buffer: Tensor, part: Any) -> None: ...
+    nbytes: Callable[[Any], int]  # of a part
+    read: Callable[[Tensor, Any], object]  # fills a buffer in RAM with as much as it holds, each part at its offset
+    write: Callable[[Tensor, Any], object]
 
 
 class Home:
@@ -62,7 +58,7 @@ class Home:
 
     def bring(self, nbytes: int | None = None, part: object = None) -> Buffer:  # noqa: ARG002 (of a drive)
         """A buffer with the bytes, valid after its `ready`; to be freed after their last reader. Of a drive, with a
-        `part` only that, where `OnDrive.read` puts it.
+        `part` only that, where it lies in the whole.
         """
         return self.place
 
@@ -109,5 +105,5 @@ class DriveHome(Home):
         self._last = (self._run("write", write, (*after, *self.last), nbytes),)
         here.ready = tuple(after)
 
-    def _run(self, way: str, io: Callable[[], None], after: Sequence[Task], nbytes: int) -> Task:
+    def _run(self, way: str, io: Callable[[], object], after: Sequence[Task], nbytes: int) -> Task:
         return self.queues.run(f"{self.queue}_{way}", self.kind, self.label, io, after, nbytes=nbytes)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from trireme.engine.activations import saved_tensors
 from trireme.engine.build import Engine, Inputs, Packed
-from trireme.engine.memory import Buffer, Use
+from trireme.engine.memory import Buffer, Use, views
 from trireme.engine.queues.task import Task
 from trireme.engine.weights import LayerPart
 from trireme.models import head, model
@@ -45,16 +45,19 @@ def forward_block(e: Engine, u: int, b: int, w: LayerPart, mb: Inputs, train: bo
     x = e.activations.x[u][b].read(last=w.ends)
     out = [e.activations.x[u + 1][b].fill(mb.tokens, again)] if w.ends else []
     saved = [each.fill(mb.tokens) for each in e.activations.saved[u][b]] if train and w.ends else []
-    passed = e.activations.from_slice(u, b, mb.tokens, w.begins, w.ends)
+    passed = e.activations.from_slice(u, b, w.begins, w.ends)
 
     def forward() -> None:
         rows, (onto,) = mb.on(e.gpu(u)).rows, out or (x,)  # a slice before the last leaves x as it is
-        sums = passed[0].tensors() if passed else None
+        sums = views(e.geo.passed_layout(mb.tokens), passed[0].tensor) if passed else None
         model.forward(e.cfg, u, weights, x.rows(), rows, saved_tensors(saved), onto.rows(), passed=sums)
 
     weights = weights_of(e, w)
     flops = measure.forward_flops(e.cfg, u, mb.tokens, mb.pairs) * w.share
-    return e.compute("forward", u, forward, (w, *saved, x, *out, *passed), flops, w.name)
+    done = e.compute("forward", u, forward, (w, *saved, x, *out, *passed), flops, w.name)
+    if w.ends:
+        e.activations.end_slices(b, done)
+    return done
 
 
 # ---------------------------------------------------------------- the head
@@ -138,11 +141,11 @@ def backward_block(e: Engine, u: int, b: int, w: LayerPart, mb: Inputs) -> Task:
     x, dy = e.activations.x[u][b].read(last=w.ends), e.activations.dx[u + 1][b].read(last=w.ends)
     saved = [each.read() for each in e.activations.saved[u][b]] if w.ends else []
     dx = [e.activations.dx[u][b].fill(mb.tokens)] if w.ends else []
-    passed = e.activations.from_slice(u, b, mb.tokens, w.begins, w.ends)
+    passed = e.activations.from_slice(u, b, w.begins, w.ends)
 
     def backward() -> None:
         rows, (onto,) = mb.on(e.gpu(u)).rows, dx or (x,)  # a slice before the last leaves x as it is
-        sums = passed[0].tensors() if passed else None
+        sums = views(e.geo.passed_layout(mb.tokens), passed[0].tensor) if passed else None
         tensors = x.rows(), saved_tensors(saved), dy.rows(), rows, onto.rows(), sums
         model.backward(e.cfg, u, weights, grads, *tensors)
 
@@ -150,7 +153,10 @@ def backward_block(e: Engine, u: int, b: int, w: LayerPart, mb: Inputs) -> Task:
     kept = frozenset(name for name, _ in e.plan.units[u].saved)
     flops = measure.backward_flops(e.cfg, u, mb.tokens, mb.pairs, kept)
     uses: list[Use] = [w, gradient, x, *saved, dy, *dx, *passed]
-    return e.compute("backward", u, backward, uses, flops * w.share, w.name)
+    done = e.compute("backward", u, backward, uses, flops * w.share, w.name)
+    if w.ends:
+        e.activations.end_slices(b, done)
+    return done
 
 
 def backward_embedding(e: Engine, b: int, mb: Inputs) -> Task:

@@ -78,7 +78,7 @@ class Optimizer:
         """Waits for backward and returns the step's statistics; sets the clip factor for the updates. `trained`:
         labels.
         """
-        limit, clip, clipped = self.kernels.adamw.max_grad_norm, self.kernels.clip, self.plan.mode == "forward"
+        kernels, limit, clips = self.kernels, self.kernels.adamw.max_grad_norm, self.plan.mode == "forward"
         others = [gpu for gpu in range(self.plan.gpus) if gpu != self.head_gpu]
         brought = lambda gpu: self.gradients.sums[gpu].to("cpu")
         sums = [self._on(gpu, "sums of squares", partial(brought, gpu)) for gpu in others]
@@ -91,19 +91,19 @@ class Optimizer:
             self.stats[0] = loss / trained
             self.stats[1] = norm
             self.stats[2] = torch.clamp(limit / (norm + 1e-6), max=1.0) if limit else 1.0
-            if clipped:
-                clip.on_device[self.head_gpu].copy_(self.stats[2:])
+            if clips:
+                kernels.clip[self.head_gpu].copy_(self.stats[2:])
             return self.stats.to("cpu")
 
         task = self.queues.run(numbered("compute", self.head_gpu), "statistics", "", conclude, sums)
-        if clipped:
-            fill = lambda gpu: clip.on_device[gpu].fill_(float(task.wait()[2]))
-            clip.known = (task, *(self._on(gpu, "clip", partial(fill, gpu), (task,)) for gpu in others))
+        if clips:
+            fill = lambda gpu: kernels.clip[gpu].fill_(float(task.wait()[2]))
+            kernels.clipped = (task, *(self._on(gpu, "clip", partial(fill, gpu), (task,)) for gpu in others))
         if self.queues.simulated:
             return StepStats(0.0, 0.0, 1.0)
         loss, norm, factor = task.wait().tolist()
-        if clipped:
-            clip.set_in_ram(factor)
+        if clips:
+            kernels.clip_in_ram = torch.tensor([factor])
         return StepStats(loss, norm, factor)
 
     def _on(self, gpu: int, of: str, fn: Callable[[], object], after: Sequence[Task] = ()) -> Task:

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass
+from functools import cache, partial
 from typing import Literal, NamedTuple, Protocol
 
 from torch import Tensor
@@ -60,25 +61,19 @@ class Space:
             self.scratch.close()
 
 
-class Scratched:
-    """Bytes in the scratch space. A part is (first byte, end)."""
+def in_scratch(space: Space, nbytes: int, later: bool = False) -> OnDrive:
+    """Reserves bytes in the scratch space. A part is (first byte, end). `later`: no task waits for them yet."""
+    offset = space.reserve(nbytes)
 
-    def __init__(self, space: Space, nbytes: int, later: bool = False):
-        """`later`: no task waits for them yet."""
-        self.space, self.size, self.later, self.offset = space, nbytes, later, space.reserve(nbytes)
+    def place(buffer: Tensor, part: tuple[int, int] | None) -> tuple[int, memoryview]:
+        first, end = part or (0, nbytes)
+        return offset + first, memory_of(buffer, min(len(buffer), end - first))
 
-    def nbytes(self, part: tuple[int, int] | None) -> int:
-        return self.size if part is None else part[1] - part[0]
-
-    def read(self, buffer: Tensor, part: tuple[int, int] | None) -> None:
-        self.space.claimed().read(*self._place(buffer, part), self.later).result()
-
-    def write(self, buffer: Tensor, part: tuple[int, int] | None) -> None:
-        self.space.claimed().write(*self._place(buffer, part), self.later).result()
-
-    def _place(self, buffer: Tensor, part: tuple[int, int] | None) -> tuple[int, memoryview]:
-        first, nbytes = part[0] if part else 0, min(len(buffer), self.nbytes(part))
-        return self.offset + first, memory_of(buffer, nbytes)
+    return OnDrive(
+        lambda part: part[1] - part[0] if part else nbytes,
+        lambda buffer, part: space.claimed().read(*place(buffer, part), later).result(),
+        lambda buffer, part: space.claimed().write(*place(buffer, part), later).result(),
+    )
 
 
 class Piece(NamedTuple):
@@ -290,10 +285,24 @@ class Placement:
             stored = self.stored(entry)
             assert stored is not None, f"{label} is on the SSD"
             return Home(self.queues, kind, label, Buffer(stored))
-        on: OnDrive = Shards(self, entry)
-        if self.files is not None and self.in_place(entry):
-            on = InCheckpoint(self.files, entry.u, self.layout(entry), self.geo.base_room[entry.u])
+        on = self._in_checkpoint(entry, self.files) if self.files and self.in_place(entry) else self._in_store(entry)
         return DriveHome(self.queues, kind, label, pool, on, queue)
+
+    def _in_store(self, entry: Entry) -> OnDrive:
+        """An entry's shards; of a record, a part is the names of its parts (Geometry.state_parts)."""
+        shards = cache(lambda part: self.shards_of(entry, *part or ()))
+
+        def move(access: Access, buffer: Tensor, part: tuple[str, ...] | None) -> None:
+            self.move(access, shards(part), buffer, later=entry.kind == "state")
+
+        nbytes = cache(lambda part: sum(shard.layout.span for shard in shards(part)))
+        return OnDrive(nbytes, partial(move, "read"), partial(move, "write"))
+
+    def _in_checkpoint(self, entry: Entry, files: BaseFiles) -> OnDrive:
+        """Frozen weights in the user's files, which are never written."""
+        span, room = self.layout(entry).span, self.geo.base_room[entry.u]
+        read = lambda buffer, _: files.read(entry.u, memory_of(buffer, room)).result()
+        return OnDrive(lambda _: span, read, _refuse)
 
     def label(self, entry: Entry) -> str:
         """The name of an entry in the names of its tasks."""
@@ -330,36 +339,8 @@ class Placement:
         return (self.store.write if access == "write" else self.store.read)(shard.name, memory, later)
 
 
-class Shards:
-    """An entry's shards in the store; of a record, a part is the names of its parts (Geometry.state_parts)."""
-
-    def __init__(self, placement: Placement, entry: Entry):
-        self.placement, self.entry, self.later = placement, entry, entry.kind == "state"
-
-    def nbytes(self, part: tuple[str, ...] | None) -> int:
-        return sum(shard.layout.span for shard in self.placement.shards_of(self.entry, *part or ()))
-
-    def read(self, buffer: Tensor, part: tuple[str, ...] | None) -> None:
-        self.placement.move("read", self.placement.shards_of(self.entry, *part or ()), buffer, self.later)
-
-    def write(self, buffer: Tensor, part: tuple[str, ...] | None) -> None:
-        self.placement.move("write", self.placement.shards_of(self.entry, *part or ()), buffer, self.later)
-
-
-class InCheckpoint:
-    """Frozen weights in the user's files."""
-
-    def __init__(self, files: BaseFiles, u: int, layout: Layout, room: int):
-        self.files, self.u, self.span, self.room = files, u, layout.span, room
-
-    def nbytes(self, part: object) -> int:  # noqa: ARG002
-        return self.span
-
-    def read(self, buffer: Tensor, part: object) -> None:  # noqa: ARG002
-        self.files.read(self.u, memory_of(buffer, self.room)).result()
-
-    def write(self, buffer: Tensor, part: object) -> None:  # noqa: ARG002
-        raise AssertionError("the user's checkpoint is never written")
+def _refuse(buffer: Tensor, part: object) -> None:  # noqa: ARG001
+    raise AssertionError("the user's checkpoint is never written")
 
 
 def finish(moving: Iterable[Future[None]]) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
 from trireme.models.config import InputError, ModelConfig
 from trireme.storage.untrusted import read_text
@@ -64,13 +64,6 @@ class Limits:
         """Bytes missing for `need`, by tier, without tiers that have enough."""
         lacks = {"gpu": need["gpu"] - self.gpu, "ram": need["ram"] - self.ram}
         return {tier: nbytes for tier, nbytes in lacks.items() if nbytes > 0}
-
-
-class Shares(NamedTuple):
-    """How unequal GPUs, or GPUs with unequal memory, divide a model's layers."""
-
-    blocks: tuple[float, ...]  # of each GPU, in proportion
-    head: int  # its GPU
 
 
 @dataclass(frozen=True)
@@ -158,15 +151,12 @@ class Plan:
             raise InputError("plan: late_moments needs mode forward and adam_bits 32")
         if self.slices > 1 and not (self.halves and self.between == "gpu" and self.gpus == 1):
             raise InputError("plan: slices of experts are of sub-layers, and what passes between them is on one gpu")
-        self._check_gpus()
-        self._check_hosts()
-
-    def _check_gpus(self) -> None:
         if any(not 0 <= unit.gpu < MOST_GPUS for unit in self.distinct.values()):
             raise InputError(f"plan: units are on GPUs 0 to {MOST_GPUS - 1}")
         inner = self.units[1:-1]
         if self.halves and any(a.gpu != b.gpu for a, b in zip(inner[::2], inner[1::2], strict=True)):
             raise InputError("plan: both halves of a block are on one GPU")
+        self._check_hosts()
 
     def _check_hosts(self) -> None:
         if not (0 <= self.host < self.hosts <= MOST_HOSTS):
@@ -201,26 +191,22 @@ class Plan:
         """The number of GPUs."""
         return 1 + max((unit.gpu for unit in self.distinct.values()), default=0)
 
-    def dealt(self, gpus: int, tied: bool, peers: bool = False, shares: Shares | None = None) -> Plan:
+    def dealt(self, gpus: int, tied: bool, peers: bool = False, shares: Sequence[float] = ()) -> Plan:
         """This plan on `gpus` GPUs: blocks are assigned round robin, the head follows, and a tied embedding is on its
         GPU.
 
-        `shares`: each GPU's number of blocks is in proportion, evenly spread. `peers`: GPUs have access to each other's
-        memory, so outputs of layers are copied between them; else they go through RAM. A plan that is on as many GPUs
-        already is returned as it is.
+        `shares`: each GPU's number of blocks is in proportion, evenly spread, and the first of the largest has the
+        head. `peers`: GPUs have access to each other's memory, so outputs of layers are copied between them; else they
+        go through RAM. A plan that is on as many GPUs already is returned as it is.
         """
         if gpus == self.gpus and (gpus == 1 or peers or self.between == "ram"):
             return self
         head, halves = len(self.units) - 1, 2 if self.halves else 1
         blocks = (head - 1) // halves
-        turns = spread_evenly(blocks, shares.blocks) if shares else [block % gpus for block in range(blocks)]
-        last = shares.head if shares else blocks % gpus
-
-        def dealt(u: int, unit: UnitPlan) -> UnitPlan:
-            gpu = last if u == head or (u == 0 and tied) else turns[(u - 1) // halves] if u else 0
-            return replace(unit, gpu=gpu)
-
-        units = tuple(dealt(u, unit) for u, unit in enumerate(self.units))
+        turns = spread_evenly(blocks, shares) if shares else [block % gpus for block in range(blocks)]
+        last = shares.index(max(shares)) if shares else blocks % gpus
+        gpu = lambda u: last if u == head or (u == 0 and tied) else turns[(u - 1) // halves] if u else 0
+        units = tuple(replace(unit, gpu=gpu(u)) for u, unit in enumerate(self.units))
         return replace(self, units=units, between="ram" if gpus > 1 and not peers else self.between)
 
     def cut(self, cfg: ModelConfig) -> ModelConfig:

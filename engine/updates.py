@@ -21,7 +21,7 @@ from trireme.engine.memory import NOTHING, Buffer, flat, views
 from trireme.engine.placement import Entry, Placement
 from trireme.engine.queues.cgroups import update_threads
 from trireme.engine.queues.names import numbered
-from trireme.engine.queues.task import Kind, Queues, Task
+from trireme.engine.queues.task import Kind, Task
 from trireme.engine.weights import WeightStream
 from trireme.kernels import ops
 from trireme.kernels.host_adamw import Workers
@@ -43,30 +43,20 @@ class AdamW:
     max_grad_norm: float = 1.0
 
 
-class Clip:
-    """The factor of a step's gradients, on each GPU and in RAM; 1 until a norm is known."""
-
-    def __init__(self, queues: Queues):
-        self.known: tuple[Task, ...] = ()  # sets it; clipped updates come after
-        if not queues.simulated:
-            self.on_device = [torch.ones(1, dtype=torch.float32, device=device) for device in queues.devices]
-            self.in_ram = torch.ones(1, dtype=torch.float32)
-
-    def set_in_ram(self, factor: float) -> None:
-        """Makes a new tensor, since earlier updates may still read the last one."""
-        self.in_ram = torch.tensor([factor], dtype=torch.float32)
-
-
 class Kernels:
-    """AdamW kernels with the hyper-parameters of the current step."""
+    """AdamW kernels with the hyper-parameters of the current step, and the factor of its gradients."""
 
     def __init__(self, placement: Placement, adamw: AdamW):
-        self.placement, self.adamw, self.clip = placement, adamw, Clip(placement.queues)
+        self.placement, self.adamw = placement, adamw
         self.geo, self.plan, self.queues = placement.geo, placement.plan, placement.queues
         self.on_cuda = self.queues.device.type == "cuda"
         self.step, self.lr = 0, 0.0
         idle = self.queues.simulated or not self.geo.cfg.trains
         self.workers = None if idle else Workers(update_threads(self.plan.gpus))
+        self.clipped: tuple[Task, ...] = ()  # set the factor; clipped updates come after
+        if not self.queues.simulated:  # 1 until a norm is known
+            self.clip = [torch.ones(1, device=device) for device in self.queues.devices]  # fp32
+            self.clip_in_ram = torch.ones(1)  # replaced, since earlier updates may still read it
 
     def bind(self, u: int, a: int, b: int, on_gpu: bool = False, part: Part = "all") -> Kernel:
         """A function that updates elements [a, b) of unit u, or a `part` of their state, with this step's
@@ -81,10 +71,10 @@ class Kernels:
         more = {} if part == "all" else {"part": part}
         on_cuda = on_gpu and self.on_cuda
         if self.workers is None:
-            return _nothing
+            return lambda *_: None  # of a simulation
         narrow = {32: self.workers.adamw_, 16: self.workers.adamw16_, 8: self.workers.adamw8_}
         kernel: Callable[..., None] = ops.adamw_ if on_cuda else narrow[self.plan.adam_bits]
-        clip = self.clip.on_device[self.plan.units[u].gpu] if on_cuda else self.clip.in_ram
+        clip = self.clip[self.plan.units[u].gpu] if on_cuda else self.clip_in_ram
 
         def adamw(w: Tensor, state: Mapping[str, Tensor], grad: Tensor) -> None:
             moments = [state[name] for name in ("m", "m_floor", "v", "v_floor") if name in state]
@@ -95,10 +85,6 @@ class Kernels:
     def close(self) -> None:
         if self.workers is not None:
             self.workers.close()
-
-
-def _nothing(w: Tensor, state: Mapping[str, Tensor], grad: Tensor) -> None:
-    """The kernel of a simulation."""
 
 
 # ---------------------------------------------------------------- on the GPU
@@ -161,15 +147,15 @@ class CpuWork:
         def update() -> None:
             assert self.kernels.workers is not None, "simulated work is never run"
             with self.kernels.workers.together():
-                for r, grad in grads.items():
-                    self._update(r, states[r], grad.tensor)
+                for r, (grad, _) in grads.items():
+                    self._update(r, states[r], grad)
 
         nbytes = PART_BYTES[self.part] * sum(b - a for a, b in (self.ranges[r] for r in states))
-        ready = (*after, *self.gradient.ready, *(t for g in grads.values() if g.buffer for t in g.buffer.ready))
+        read = [buffer for _, buffer in grads.values() if buffer]
+        ready = (*after, *self.gradient.ready, *(task for buffer in read for task in buffer.ready))
         task = self.kernels.queues.run("cpu", KIND[self.part], of, update, ready, nbytes=nbytes)
-        for grad in grads.values():
-            if grad.buffer is not None:
-                grad.buffer.free((task,))
+        for buffer in read:
+            buffer.free((task,))
         return task
 
     def _update(self, r: int, state: Tensor, gradient: Tensor) -> None:
@@ -226,7 +212,7 @@ class CpuUpdates:
         """Queues unit u's update."""
         unit, weights = self.plan.units[u], self.weights.in_ram(u)
         taken, late = weights.take(), unit.state in self.plan.late_moments
-        after = (*taken.ready, *self.kernels.clip.known)
+        after = (*taken.ready, *self.kernels.clipped)
         work = CpuWork(self.kernels, u, gradient, "weights" if late else "all", taken.tensor)
         if unit.state == "ssd" and work.ranges:
             for r in range(len(work.ranges)):  # first in, first out: the last record ends last
@@ -314,7 +300,7 @@ class StreamedUpdates:
         dtype, layout, stored = self.geo.dtype, self.geo.state_layout(b - a), self.placement.state[u][r]
         of, gpu = f"{self.geo.names[u]} {r}", self.plan.units[u].gpu
         adamw, buffer = self.kernels.bind(u, a, b, on_gpu=True, part=self.part), self.pools[gpu].acquire(of)
-        landed = gradient.part(a, b).tensor
+        landed, _ = gradient.part(a, b)
 
         def up() -> None:
             buffer.tensor[: layout.span].copy_(stored, non_blocking=True)
@@ -326,7 +312,7 @@ class StreamedUpdates:
             adamw(hi, views(layout, buffer.tensor), grad)
 
         last = (*self.written.get((u, r), ()), *self.on_cpu.written.get(u, ()))
-        before = (*buffer.ready, *gradient.ready, *self.kernels.clip.known, *last)
+        before = (*buffer.ready, *gradient.ready, *self.kernels.clipped, *last)
         nbytes = layout.span + ITEMSIZE[dtype] * (b - a)
         gone = self.queues.run(numbered("update_in", gpu), "state", of, up, before, nbytes=nbytes)
         done = self.queues.run(numbered("update", gpu), "adamw", of, update, (gone, *come), nbytes=GPU_BYTES * (b - a))

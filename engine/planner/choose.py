@@ -18,7 +18,7 @@ from itertools import product
 
 from trireme.engine.amounts import gib
 from trireme.engine.geometry import Geometry
-from trireme.engine.plan import DoesNotFit, Limits, Plan, Shares, Tier
+from trireme.engine.plan import DoesNotFit, Limits, Plan, Tier
 from trireme.engine.planner.predict import Prediction, no_collection
 from trireme.engine.planner.rates import Rates
 from trireme.engine.planner.rule import (
@@ -112,9 +112,8 @@ def _ways(cfg: ModelConfig, limits: Limits, wanted: Wanted, first: Plan, begun: 
     streamed = any(unit.base != "gpu" for unit in first.units) and first.gpus == first.hosts == 1
     may = first.halves and first.slices == 1 and streamed and narrow.may_be_sliced(cfg) and not begun
     of = [same, *([sliced(cfg, SLICES)] if may and sliced(cfg, SLICES) in tried else [])]
-    rooms = [limits.of(gpu) for gpu in range(wanted.gpus)]
-    shares = [None, Shares(tuple(map(float, rooms)), rooms.index(max(rooms)))]
-    for cut, share in product(of, shares if limits.less else shares[:1]):
+    rooms = tuple(float(limits.of(gpu)) for gpu in range(wanted.gpus))
+    for cut, share in product(of, ((), rooms) if limits.less else ((),)):
         yield replace(wanted, cuts=(cut,), shares=share)
 
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from trireme.engine.amounts import rounded_up
 from trireme.engine.buffers import each_usage, fits, fullest, usage
 from trireme.engine.geometry import STRETCH, Geometry, geometry
-from trireme.engine.plan import TIERS, DoesNotFit, Limits, Mode, Plan, Saved, Shares, Tier, UnitPlan
+from trireme.engine.plan import TIERS, DoesNotFit, Limits, Mode, Plan, Saved, Tier, UnitPlan
 from trireme.models.config import ModelConfig
 from trireme.models.sizes import narrow
 
@@ -67,7 +67,7 @@ class Wanted:
     compared: bool = False  # as in Batch
     gpus: int = 1
     peers: bool = False  # GPUs have access to each other's memory
-    shares: Shares | None = None  # how blocks are divided among GPUs; None: in turn
+    shares: tuple[float, ...] = ()  # in which blocks are divided among GPUs; none: in turn
     hosts: int = 1  # the plan is that of the last host, which needs the most memory
 
     @classmethod

@@ -23,13 +23,9 @@ def patience(step_s: float) -> float:
     return max(LEAST, STEPS * step_s)
 
 
-def nothing() -> None:
-    """The `other` of a run without progress outside its queues."""
-
-
 @contextmanager
 def watched(
-    queues: RealQueues, limit: float, late: Callable[[str], object], other: Callable[[], object] = nothing
+    queues: RealQueues, limit: float, late: Callable[[str], object], other: Callable[[], object] = lambda: None
 ) -> Iterator[None]:
     """A context in which `late(what hangs)` is called once, from another thread, after `limit` seconds without
     progress.
@@ -50,7 +46,7 @@ def watch(
     queues: RealQueues,
     limit: float,
     late: Callable[[str], object],
-    other: Callable[[], object] = nothing,
+    other: Callable[[], object] = lambda: None,
 ) -> None:
     """The thread's function: returns when `left` is set, or after the call of `late`."""
     before, silent = (dict(queues.over), other()), 0
