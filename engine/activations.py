@@ -17,7 +17,7 @@ from trireme.engine.buffers import What
 from trireme.engine.home import DriveHome, Home
 from trireme.engine.memory import Buffer, Pool, Prefetch, copied, flat, views
 from trireme.engine.placement import Placement, in_scratch
-from trireme.engine.plan import TIERS, Tier
+from trireme.engine.plan import SAVED, SavedTier, Tier
 from trireme.engine.queues.names import HOPS, gpu_of, numbered
 from trireme.engine.queues.task import Task
 
@@ -191,7 +191,7 @@ class ActivationSwap:
         self.hop_in, self.hop_out = HOPS if plan.gpus > 1 and plan.between == "ram" else ("h2d", "d2h")
         self.to_next, self.again = Prefetch(), Prefetch()  # to the next layer; in backward what forward left
         self.staging = placement.pool("ram", "staging pool")
-        self.pools = {tier: placement.gpu_pools("saved pool", tier) for tier in TIERS[1:]}
+        self.pools = {tier: placement.gpu_pools("saved pool", tier) for tier in ("peer", "ram", "ssd")}
         self.places = [Buffer(tensor) for tensor in placement.many("ram", "dx")]  # by micro-batch
         micro_batches, layers = range(plan.n_micro), range(1, geo.n_units)
         self.between: dict[Between, tuple[list[Pool], list[Pool]]] = {"x": self._pools("x"), "dx": self._pools("dx")}
@@ -260,26 +260,28 @@ class ActivationSwap:
 
     def _saved(self, u: int) -> Iterator[list[Activation]]:
         unit, name, inner = self.plan.units[u], self.geo.names[u], 0 < u < self.geo.head
-        gpu, tiers = unit.gpu, [tier for tier in TIERS if inner and unit.names(tier)]
+        gpu, tiers = unit.gpu, [tier for tier in SAVED if inner and unit.names(tier)]
         on_gpu = iter(self.placement.many("gpu", "saved", name, gpu))
-        in_ram = iter(self.placement.many("ram", "saved", name))
+        elsewhere = {"peer": iter(self.placement.many("gpu", "lent", name, unit.peer))}
+        elsewhere["ram"] = iter(self.placement.many("ram", "saved", name))
 
-        def made(tier: Tier, label: str) -> Activation:
+        def made(tier: SavedTier, label: str) -> Activation:
             names = unit.names(tier)
             if tier == "gpu":
                 return Activation(self, u, label, Buffer(next(on_gpu)), names=names)
+            there, back = ("peer_out", "peer_in") if tier == "peer" else ("d2h", "h2d")
             nbytes, pool = self.geo.saved_layout(u, names, self.plan.tokens).span, self.pools[tier][gpu]
-            home = self._home(label, tier, in_ram, nbytes)
-            later = Hop(numbered("d2h", gpu), home), Hop(numbered("h2d", gpu), pool)
+            home = self._home(label, tier, elsewhere.get(tier), nbytes)
+            later = Hop(numbered(there, gpu), home), Hop(numbered(back, gpu), pool)
             return Activation(self, u, label, pool, later=later, names=names)
 
         for b in range(self.plan.n_micro):
             yield [made(tier, f"{name} {tier} {b}") for tier in tiers]
 
-    def _home(self, label: str, tier: Tier, in_ram: Iterator[Tensor], nbytes: int) -> Home:
-        if tier == "ssd":
+    def _home(self, label: str, tier: SavedTier, in_memory: Iterator[Tensor] | None, nbytes: int) -> Home:
+        if tier == "ssd" or in_memory is None:
             return DriveHome(self.queues, "activations", label, self.staging, in_scratch(self.placement.space, nbytes))
-        return Home(self.queues, "activations", label, Buffer(next(in_ram)))
+        return Home(self.queues, "activations", label, Buffer(next(in_memory)))
 
     # ------------------------------------------------ slices of experts
 

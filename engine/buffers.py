@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import Literal, get_args
 
 from trireme.engine.geometry import Geometry, extent
-from trireme.engine.plan import TIERS, Limits, Plan, Tier
+from trireme.engine.plan import SAVED, Limits, Plan, Tier
 from trireme.storage.layout import ITEMSIZE, Layout, round_up
 
 KEPT = 4096  # answers to whether a plan fits: a search asks again
@@ -33,7 +33,7 @@ OfGradients = Literal[
     "sum", "sum of embedding", "sums", "rounded", "rounded pool", "gradient", "whole gradient", "gradient pool",
 ]  # fmt: skip
 OfState = Literal["state", "state pool"]
-OfActivations = Literal["x", "x pool", "dx", "dx pool", "saved", "saved pool", "passed pool", "staging pool"]
+OfActivations = Literal["x", "x pool", "dx", "dx pool", "saved", "lent", "saved pool", "passed pool", "staging pool"]
 OfWorkspace = Literal["staging", "-"]
 What = OfWeights | OfGradients | OfState | OfActivations | OfWorkspace
 GROUPS: dict[Group, tuple[What, ...]] = dict(zip(get_args(Group), map(get_args, get_args(What)), strict=True))
@@ -72,7 +72,17 @@ def _buffers(geo: Geometry, plan: Plan, units: Alike) -> list[Buffers]:
     for gpu in range(plan.gpus):
         own = [(u, n) for u, n in units if plan.units[u].gpu == gpu]
         made += [replace(b, gpu=gpu) for b in _made(geo, plan, own) if b.tier == "gpu"]
+        made += _lent(
+            geo, plan, [(u, n) for u, n in units if u and plan.units[u].lent and plan.units[u].peer == gpu], gpu
+        )
     return made
+
+
+def _lent(geo: Geometry, plan: Plan, units: Alike, gpu: int) -> Iterable[Buffers]:
+    """Buffers on `gpu` for tensors that layers of other GPUs save there."""
+    for u, alike in units:
+        nbytes = geo.saved_layout(u, plan.units[u].names("peer"), plan.tokens).span
+        yield Buffers("gpu", "lent", nbytes, plan.n_micro * alike, geo.names[u], gpu)
 
 
 def read_by_loss(geo: Geometry) -> tuple[int, ...]:
@@ -238,12 +248,13 @@ def _activation_buffers(geo: Geometry, plan: Plan, units: Alike) -> Iterable[Buf
         yield Buffers("gpu", "dx pool", x, leaving + (2 * plan.swap_slots if away else n + 1))
     yield Buffers("ram", "dx", x, n if away else 0)
     yield Buffers("gpu", "passed pool", round_up(geo.passed_layout(plan.tokens).nbytes), n * bool(geo.slices))
-    saved = lambda u, tier: geo.saved_layout(u, plan.units[u].names(tier), plan.tokens).span
-    spans = {tier: [saved(u, tier) for u, _ in inner] for tier in TIERS}
+    spans = {
+        tier: [geo.saved_layout(u, plan.units[u].names(tier), plan.tokens).span for u, _ in inner] for tier in SAVED
+    }
     for (u, alike), on_gpu, in_ram in zip(inner, spans["gpu"], spans["ram"], strict=True):
         yield Buffers("gpu", "saved", on_gpu, n * alike, geo.names[u])
         yield Buffers("ram", "saved", in_ram, n * alike, geo.names[u])
-    for tier in TIERS[1:]:
+    for tier in ("peer", "ram", "ssd"):
         yield Buffers("gpu", "saved pool", max(spans[tier], default=0), plan.swap_slots, tier)
     if placement["ssd"] or any(spans["ssd"]):
         yield Buffers("ram", "staging pool", max(x, *spans["ssd"]), 2 * plan.swap_slots)

@@ -12,9 +12,11 @@ from trireme.models.config import InputError, ModelConfig
 from trireme.storage.untrusted import read_text
 
 Tier = Literal["gpu", "ram", "ssd"]
-Saved = tuple[tuple[str, Tier], ...]  # as UnitPlan.saved
+SavedTier = Literal["gpu", "peer", "ram", "ssd"]  # peer: another GPU's memory
+Saved = tuple[tuple[str, SavedTier], ...]  # as UnitPlan.saved
 Mode = Literal["forward", "backward"]
 TIERS: tuple[Tier, ...] = get_args(Tier)
+SAVED: tuple[SavedTier, ...] = get_args(SavedTier)
 MODES: tuple[Mode, ...] = get_args(Mode)
 CHOICES = {"dtype": ("BF16", "F32"), "adam_bits": (32, 16, 8), "between": ("gpu", "ram"), "mode": MODES}
 CHOICES |= {"gradients": ("ram", "ssd")}
@@ -77,9 +79,10 @@ class UnitPlan:
     state: Tier = "gpu"  # where optimizer state is stored: moments, and low halves of fp32 masters
     update: Literal["cpu", "gpu"] = "cpu"  # where state in RAM is updated; "gpu" streams it through the GPU
     x: Tier = "gpu"  # where the unit's input is stored until backward
-    saved: tuple[tuple[str, Tier], ...] = ()  # (name, tier) of saved tensors; others are recomputed
+    saved: tuple[tuple[str, SavedTier], ...] = ()  # (name, tier) of saved tensors; others are recomputed
     base: Tier = "gpu"  # where frozen weights are stored
     gpu: int = 0  # the GPU that computes with it
+    peer: int = 0  # the GPU that holds tensors saved in tier "peer"
 
     @cached_property
     def _hash(self) -> int:
@@ -89,7 +92,12 @@ class UnitPlan:
         """Computed once: a search compares the units of hundreds of plans."""
         return self._hash
 
-    def names(self, tier: Tier) -> tuple[str, ...]:
+    @property
+    def lent(self) -> bool:
+        """Whether some of its saved tensors are in another GPU's memory."""
+        return any(tier == "peer" for _, tier in self.saved)
+
+    def names(self, tier: SavedTier) -> tuple[str, ...]:
         """Names of the tensors saved in a tier."""
         return tuple(name for name, t in self.saved if t == tier)
 
@@ -136,7 +144,7 @@ class Plan:
         allowed = CHOICES if self.mode == "forward" else CHOICES | {"gradients": ("ram",)}
         _check_words("plan", self, allowed, [(tier, TIERS) for tier in self.late_moments])
         for u, unit in self.distinct.items():
-            _check_words(f"plan: unit {u}", unit, UNIT_CHOICES, [(tier, TIERS) for _, tier in unit.saved])
+            _check_words(f"plan: unit {u}", unit, UNIT_CHOICES, [(tier, SAVED) for _, tier in unit.saved])
             if len({name for name, _ in unit.saved}) < len(unit.saved):
                 raise InputError(f"plan: unit {u} saves a tensor twice: {', '.join(name for name, _ in unit.saved)}")
             if (unit.weights == "gpu") != (unit.state == "gpu"):
@@ -153,6 +161,9 @@ class Plan:
             raise InputError("plan: slices of experts are of sub-layers, and what passes between them is on one gpu")
         if any(not 0 <= unit.gpu < MOST_GPUS for unit in self.distinct.values()):
             raise InputError(f"plan: units are on GPUs 0 to {MOST_GPUS - 1}")
+        lent = [(u, unit) for u, unit in self.distinct.items() if unit.lent]
+        if found := [u for u, unit in lent if unit.peer == unit.gpu or not 0 <= unit.peer < MOST_GPUS]:
+            raise InputError(f"plan: unit {found[0]} saves in a peer, which is another GPU than its own")
         inner = self.units[1:-1]
         if self.halves and any(a.gpu != b.gpu for a, b in zip(inner[::2], inner[1::2], strict=True)):
             raise InputError("plan: both halves of a block are on one GPU")
@@ -188,8 +199,8 @@ class Plan:
 
     @cached_property
     def gpus(self) -> int:
-        """The number of GPUs."""
-        return 1 + max((unit.gpu for unit in self.distinct.values()), default=0)
+        """The number of GPUs, those that only hold saved tensors of others included."""
+        return 1 + max((max(unit.gpu, unit.peer * unit.lent) for unit in self.distinct.values()), default=0)
 
     def dealt(self, gpus: int, tied: bool, peers: bool = False, shares: Sequence[float] = ()) -> Plan:
         """This plan on `gpus` GPUs: blocks are assigned round robin, the head follows, and a tied embedding is on its
@@ -199,14 +210,19 @@ class Plan:
         head. `peers`: GPUs have access to each other's memory, so outputs of layers are copied between them; else they
         go through RAM. A plan that is on as many GPUs already is returned as it is.
         """
-        if gpus == self.gpus and (gpus == 1 or peers or self.between == "ram"):
+        in_ram = self.between == "ram" and not any(unit.lent for unit in self.distinct.values())
+        if gpus == self.gpus and (gpus == 1 or peers or in_ram):
             return self
         head, halves = len(self.units) - 1, 2 if self.halves else 1
         blocks = (head - 1) // halves
         turns = spread_evenly(blocks, shares) if shares else [block % gpus for block in range(blocks)]
         last = shares.index(max(shares)) if shares else blocks % gpus
-        gpu = lambda u: last if u == head or (u == 0 and tied) else turns[(u - 1) // halves] if u else 0
-        units = tuple(replace(unit, gpu=gpu(u)) for u, unit in enumerate(self.units))
+
+        def dealt(u: int, unit: UnitPlan) -> UnitPlan:
+            gpu = last if u == head or (u == 0 and tied) else turns[(u - 1) // halves] if u else 0
+            return replace(unit, gpu=gpu, peer=0, saved=tuple((n, "ram" if t == "peer" else t) for n, t in unit.saved))
+
+        units = tuple(dealt(u, unit) for u, unit in enumerate(self.units))
         return replace(self, units=units, between="ram" if gpus > 1 and not peers else self.between)
 
     def cut(self, cfg: ModelConfig) -> ModelConfig:

@@ -26,7 +26,7 @@ BUDGETS = {
     "kernels/**": 8025,  # 8000
     "models/**": 8555,
     "storage/**": 3250,
-    "engine/*.* engine/queues/**": 5400,
+    "engine/*.* engine/queues/**": 5429,  # 5400
     "engine/planner/**": 3956,  # 3850
     "engine/hosts/**": 600,
     "engine/check/**": 1200,

@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from trireme.engine.amounts import gib
+from trireme.engine.buffers import each_usage, fits
 from trireme.engine.geometry import Geometry
 from trireme.engine.plan import DoesNotFit, Limits, Plan, Tier
 from trireme.engine.planner.predict import Prediction, no_collection
@@ -29,6 +30,7 @@ from trireme.engine.planner.rule import (
     Wanted,
     cuts,
     fill_ram,
+    largest,
     longer_pieces,
     of_first,
     share_updates,
@@ -40,9 +42,11 @@ from trireme.engine.planner.search import (
     Decision,
     Move,
     Search,
+    count,
     most_in_ram,
     updated_as,
     with_most_on_gpu,
+    with_moves,
 )
 from trireme.models.config import ModelConfig
 from trireme.models.sizes import narrow
@@ -264,6 +268,18 @@ def between(s: Search, plan: Plan) -> Iterable[Plan]:
         yield replace(plan, between=through).changed({s.geo.head}, x="gpu" if through == "gpu" else max(x, "ram"))
 
 
+def lent(s: Search, plan: Plan) -> Iterable[Plan]:
+    """Saved tensors of the other GPUs' units in the memory of the GPU with the most of it free (MPress, section 3)."""
+    if not s.wanted.peers:
+        return
+    used = each_usage(s.geo, plan)[0]
+    peer = max(range(plan.gpus), key=lambda gpu: s.limits.of(gpu) - used[gpu])
+    units = [u for u, unit in enumerate(plan.units) if unit.gpu != peer and 0 < u < s.geo.head]
+    plain, steps = plan.changed(units, saved=(), peer=peer), s.moves(plan)
+    moved = lambda n: with_moves(s.geo, plain, steps, n, in_ram=0, beyond="peer", only=units)
+    yield moved(largest(count(s.geo, steps), lambda n: fits(s.geo, moved(n), s.limits)))
+
+
 def fuller(s: Search, plan: Plan) -> Iterable[Plan]:
     """Each of several GPUs filled with frozen weights, or with state, of its units: the rule stops at the first full
     one.
@@ -279,5 +295,5 @@ def fuller(s: Search, plan: Plan) -> Iterable[Plan]:
 
 
 DECISIONS: tuple[Decision, ...] = (
-    sizes, placed, late, swapped, driven, base, between, fuller, share, late, finer,
+    sizes, placed, late, swapped, driven, base, between, lent, fuller, share, late, finer,
 )  # fmt: skip

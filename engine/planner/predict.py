@@ -17,7 +17,7 @@ from trireme.engine.geometry import ADAM_BYTES, Geometry
 from trireme.engine.plan import Limits, Plan
 from trireme.engine.planner.rates import Rates
 from trireme.engine.planner.simulate import DRIVE, SimulatedQueues, SimulatedTask, drive_seconds, is_copy
-from trireme.engine.queues.names import NET, WRITES, gpu_of, plain
+from trireme.engine.queues.names import NET, PEERS, WRITES, gpu_of, plain
 from trireme.engine.queues.task import Kind, Task
 from trireme.engine.queues.trace import Span
 from trireme.engine.step import evaluate, train_step
@@ -218,7 +218,7 @@ def _prediction(seconds: float, queues: SimulatedQueues, spans: tuple[Span, ...]
         else:
             working[plain(t.queue), gpu_of(t.queue)].append(t)
     for (queue, _), tasks in working.items():
-        name = "net" if queue in NET else queue
+        name = "net" if queue in NET else "peer" if queue in PEERS else queue
         busy[name] = max(busy.get(name, 0.0), _covered(tasks))
     # Spans include waits for the drive.
     busy["ssd"] = drive_seconds(moved["ssd_read"], moved["ssd_write"], queues.rates)
@@ -248,7 +248,7 @@ def durations(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch, k: int =
     latency, known = rates.latency, unit_seconds(cfg, plan, rates, batch)
     passes: dict[Kind, float] = PASSES | {"finish": PASSES["finish"] / rates.finish}
     speed = {queue: getattr(rates, DRIVE.get(queue, queue)) for queue in ("h2d", "d2h", *DRIVE)}
-    speed |= dict.fromkeys(NET, rates.net) | {"peer": rates.peer or min(rates.h2d, rates.d2h)}
+    speed |= dict.fromkeys(NET, rates.net) | dict.fromkeys(PEERS, rates.peer or min(rates.h2d, rates.d2h))
     speed["cpu"] = ADAM_BYTES * rates.adam * rates.concurrent
     kernels_in = cache(lambda kind: kernels_of(cfg, plan, batch, kind, None))
 

@@ -5,7 +5,7 @@ Which tensors are swapped rather than recomputed: the most seconds of recomputat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import chain, combinations
@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from trireme.engine.buffers import fits
 from trireme.engine.geometry import Geometry
-from trireme.engine.plan import DoesNotFit, Limits, Plan, Tier
+from trireme.engine.plan import DoesNotFit, Limits, Plan, SavedTier
 from trireme.engine.planner.predict import Batch, Prediction, predict, rebuilt_seconds
 from trireme.engine.planner.rates import Rates
 from trireme.engine.planner.rule import Strategy, Wanted, largest, largest_fitting, longer_pieces, simple_plan, spread
@@ -160,15 +160,17 @@ def with_moves(
     n: int,
     in_ram: int | None = None,
     keep: int = 0,
+    beyond: SavedTier = "ssd",
+    only: Container[int] | None = None,
 ) -> Plan:
     """`plan` in which the last `keep` blocks save all tensors on the GPU, and the others those of the first n moves.
 
     Each move counts once for each unit of its kind. The last move is applied to units at even distances. The first
-    `in_ram` moves (None: all) save in RAM, the others on the SSD.
+    `in_ram` moves (None: all) save in RAM, the others in tier `beyond`. `only`: other units stay as they are.
     """
     last, in_ram = geo.cfg.n_layers - keep, n if in_ram is None else in_ram
-    saved: dict[int, dict[str, Tier]] = {}
-    for u in range(1, geo.head):
+    saved: dict[int, dict[str, SavedTier]] = {}
+    for u in (u for u in range(1, geo.head) if only is None or u in only):
         on_gpu = shapes.layer(geo.cfg, u) >= last
         saved[u] = dict.fromkeys(geo.saved_names(geo.kinds[u]) if on_gpu else (), "gpu")
     for move in steps:
@@ -178,6 +180,6 @@ def with_moves(
         for i, place in enumerate(sorted(spread(len(units), done))):
             u = units[place]
             if shapes.layer(geo.cfg, u) < last:
-                tier: Tier = "ram" if i in near else "ssd"
+                tier: SavedTier = "ram" if i in near else beyond
                 saved[u] = {name: saved[u].get(name, tier) for name in move.names}
     return plan.saving({u: tuple(names.items()) for u, names in saved.items()})

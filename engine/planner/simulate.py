@@ -29,7 +29,7 @@ import torch
 
 from trireme.engine.geometry import ADAM_BYTES
 from trireme.engine.planner.rates import Rates
-from trireme.engine.queues.names import BUS, LATER, READS, STREAMED, WRITES, gpu_of, numbered, plain, queues_of
+from trireme.engine.queues.names import BUS, LATER, PEERS, READS, STREAMED, WRITES, gpu_of, numbered, plain, queues_of
 from trireme.engine.queues.task import Kind, Task
 from trireme.engine.queues.trace import Span
 from trireme.storage.aio import BOUND, CLASSES, READ, WRITE
@@ -295,7 +295,7 @@ def _sharing(moved: dict[str, float], rates: Rates) -> dict[str, float]:
     """The factor by which the queues of PCIe and of the CPU are slowed down; `moved`: bytes of each queue in a pass.
 
     On PCIe, outputs of layers and sums of gradients have priority. Each GPU is assumed to receive as many bytes of
-    outputs by peer copies as it sends.
+    outputs by peer copies as it sends; copies of tensors saved in peers have lower priority.
     """
     copied = sum(moved[queue] for queue in moved if is_copy(queue))
     alone = moved["cpu"] / (ADAM_BYTES * rates.adam)  # seconds of updates
@@ -305,8 +305,11 @@ def _sharing(moved: dict[str, float], rates: Rates) -> dict[str, float]:
         ways = {way: [queue for queue in BUS if BUS[queue] == way] for way in ("h2d", "d2h")}
         amount = lambda queues, gpu=gpu: sum(moved.get(numbered(queue, gpu), 0.0) for queue in queues)
         first = {way: amount(queue for queue in queues if queue not in STREAMED) for way, queues in ways.items()}
+        hops, *swaps = (amount((queue,)) for queue in PEERS)  # out, in
         if on_bus:
-            first = {way: first[way] + amount(("peer",)) for way in ways}
+            first = {way: first[way] + hops + swap for way, swap in zip(("d2h", "h2d"), swaps, strict=True)}
+        for queue, swap in zip(PEERS[1:], swaps, strict=True):
+            slow[numbered(queue, gpu)] = 1 + hops / swap if swap else 1.0
         turns = {way: amount((way, *(queue for queue in queues if queue in STREAMED))) for way, queues in ways.items()}
         total = {way: turns[way] + first[way] for way in ways}
         lost = dict.fromkeys(ways, (1 / rates.duplex - 1) * min(total.values()))

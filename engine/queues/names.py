@@ -15,9 +15,10 @@ LATER = ("state_read", "state_write")  # their requests let others go first
 STREAMED = ("update_in", "update", "update_out")
 QUEUES = ("compute", "h2d", "d2h", *READS, *WRITES, "cpu", *STREAMED)
 HOPS = ("hop_in", "hop_out")  # activations between GPUs through RAM, which would wait behind weights
+PEERS = ("peer", "peer_out", "peer_in")  # by peer copies: to the next GPU; saved in the memory of another, and back
 # Between hosts: shares and weights; sums from the host before, to the next. On the bus too a sum would hold others up.
 NET, SUMS = ("net", "sum_in", "sum_out"), ("sum_up", "sum_down")
-ON_GPU = ("compute", "h2d", "d2h", *STREAMED, *HOPS, "peer", *SUMS)  # peer: activations by peer copies
+ON_GPU = ("compute", "h2d", "d2h", *STREAMED, *HOPS, *PEERS, *SUMS)
 BUS = {  # queue -> the way that it shares
     "hop_in": "h2d", "hop_out": "d2h", "sum_up": "h2d", "sum_down": "d2h", "update_in": "h2d", "update_out": "d2h",
 }  # fmt: skip
@@ -29,7 +30,7 @@ TITLES = {  # for people: in traces and pictures
     "ssd_read": "SSD to RAM", "state_read": "state to RAM",
     "ssd_write": "RAM to SSD", "state_write": "state to SSD",
     "hop_in": "activations to GPU", "hop_out": "activations to RAM",
-    "peer": "activations to another GPU",
+    "peer": "activations to another GPU", "peer_out": "saved in a peer", "peer_in": "saved from a peer",
     "net": "host to host", "sum_in": "sums from a host", "sum_out": "sums to a host",
     "sum_up": "sums to GPU", "sum_down": "sums to RAM",
 }  # fmt: skip
@@ -65,7 +66,7 @@ def title(queue: str) -> str:
 
 def queues_of(gpus: int, hosts: int = 1) -> tuple[str, ...]:
     """All queues of a machine with these GPUs, one of `hosts`."""
-    unused = (*((*HOPS, "peer") if gpus == 1 else ()), *(SUMS if hosts == 1 else ()))
+    unused = (*((*HOPS, *PEERS) if gpus == 1 else ()), *(SUMS if hosts == 1 else ()))
     own = tuple(queue for queue in ON_GPU if queue not in unused)
     others = (numbered(queue, gpu) for gpu in range(1, gpus) for queue in own)
     return (*QUEUES, *(queue for queue in own if queue not in QUEUES), *(NET if hosts > 1 else ()), *others)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from trireme.engine.queues.names import ON_GPU, gpu_of, kind_of, numbered, queues_of
+from trireme.engine.queues.names import ON_GPU, PEERS, gpu_of, kind_of, numbered, queues_of
 from trireme.engine.queues.task import Kind, Task
 from trireme.engine.queues.trace import Span
 
@@ -242,7 +242,7 @@ class RealQueues(InlineQueues):
         torch.get_num_threads()  # asked first, torch applies its number to this thread: bits of GEMMs depend on it
         try:
             if stream is not None:
-                if kind_of(queue) == "peer":  # torch orders a copy between GPUs behind the current streams of both
+                if kind_of(queue) in PEERS:  # torch orders a copy between GPUs behind the current streams of both
                     for device in self.devices:
                         torch.cuda.set_stream(torch.cuda.Stream(device))
                 torch.cuda.set_device(self.devices[gpu_of(queue)])

@@ -108,6 +108,7 @@ NO_UNITS = [  # of which a plan has one
     STORED | {"resident": []}, STORED | {"saved": [[["qkv"], "gpu"]]}, STORED | {"saved": [["qkv", 3]]},
     STORED | {"saved": [["qkv", "gpu"], ["qkv", "ram"]]}, STORED | {"gpu": -1}, STORED | {"gpu": 1 << 40},
     STORED | {"gpu": "1"}, STORED | {"saved": [["qkv", "peer"]]}, STORED | {"x": "peer"},
+    STORED | {"peer": 64, "saved": [["qkv", "peer"]]},
 ]  # fmt: skip
 NO_PLANS = [
     *({"units": [unit]} for unit in NO_UNITS), {"units": 3}, {"color": "blue"}, {"tokens": 0}, {"tokens": 64.0},

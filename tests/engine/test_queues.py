@@ -8,12 +8,12 @@ import threading
 
 import pytest
 import torch
-from engines import LLAMA, batches, fork, gpu_plan, make, relayed, train
+from engines import LLAMA, batches, fork, gpu_plan, lent, make, relayed, train
 
 from trireme.engine.build import Ahead, in_ram, inputs_on, placed
 from trireme.engine.plan import UnitPlan
 from trireme.engine.queues import real
-from trireme.engine.queues.names import QUEUES, STREAMED, TITLES, kind_of, queues_of
+from trireme.engine.queues.names import PEERS, QUEUES, STREAMED, TITLES, kind_of, queues_of
 from trireme.engine.queues.real import InlineQueues, RealQueues
 from trireme.engine.queues.trace import perfetto
 from trireme.engine.queues.watchdog import HALVES, HUNG, leave, watch
@@ -106,7 +106,8 @@ def test_an_error_in_any_queue_ends_the_step_with_that_error(queue):
 
     plan = gpu_plan(LLAMA, units=(ALL_SSD,) * 5, record=768)
     if queue not in QUEUES:
-        plan = relayed(plan, (0, 1), between="gpu" if kind_of(queue) == "peer" else "ram")
+        plan = relayed(plan, (0, 1), between="gpu" if kind_of(queue) in PEERS else "ram")
+    plan = lent(plan, "ssd") if kind_of(queue) in PEERS[1:] else plan
     failing = Failing(extra=("poison",), gpus=plan.gpus)
     e = make(LLAMA, plan, failing)
     tables = rope_tables(LLAMA, 64, "cpu")

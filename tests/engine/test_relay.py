@@ -19,6 +19,7 @@ from engines import (
     final_weights,
     fork,
     gpu_plan,
+    lent,
     make,
     of,
     relayed,
@@ -33,7 +34,7 @@ from trireme.engine.memory import Memory
 from trireme.engine.plan import TIERS, UnitPlan
 from trireme.engine.planner.rates import Rates
 from trireme.engine.planner.simulate import SimulatedQueues
-from trireme.engine.queues.names import ON_GPU, gpu_of, kind_of, queues_of
+from trireme.engine.queues.names import ON_GPU, PEERS, gpu_of, kind_of, queues_of
 from trireme.engine.queues.real import InlineQueues, RealQueues
 from trireme.engine.step import evaluate, train_step
 from trireme.models.config import InputError
@@ -69,6 +70,8 @@ def test_units_on_several_gpus_leave_the_bits_of_one(in_one_memory, deal, tied, 
     unit = UnitPlan(tier, tier, x=tier, saved=(("qkv", tier),))
     plan = gpu_plan(DEEP, units=(unit,) * 8, dtype="BF16", n_micro=3, record=700)
     plan = relayed(plan, DEALS[deal], tied, between)
+    if between == "gpu" and plan.gpus > 1:
+        plan = lent(plan, tier)
     check(plan, RealQueues("cpu", extra=("poison",), gpus=plan.gpus), in_one_memory, tied)
 
 
@@ -84,7 +87,7 @@ def test_any_queue_of_any_gpu_may_be_late(in_one_memory, late, between):
         UnitPlan("ram", "ram"),
     ) * 2
     plan = relayed(gpu_plan(DEEP, units=units, dtype="BF16", n_micro=3, record=700), (0, 1), between=between)
-    check(plan, LateQueues({late}, 2), in_one_memory)
+    check(lent(plan, "gpu") if between == "gpu" else plan, LateQueues({late}, 2), in_one_memory)
 
 
 OF_EXPERTS = {"mixture": deep(MIXTURE, 4), "packed": deep(PACKED, 4)}
@@ -147,7 +150,7 @@ class Guarded(InlineQueues):
 
     def run(self, queue, kind, of, fn, after=(), nbytes=0, flops=0):
         def guarded():
-            copies = kind_of(queue) == "peer"
+            copies = kind_of(queue) in PEERS
             self.guard("all" if copies else gpu_of(queue) if kind_of(queue) in ON_GPU else None)
             try:
                 return fn()
@@ -182,7 +185,7 @@ def guarded_run(monkeypatch, swapped, between="ram") -> int:
             UnitPlan("ram", "ram"),
         )
         plan = relayed(gpu_plan(DEEP, units=units * 2, dtype="BF16", record=700), (0, 1), between=between)
-        e = make(DEEP, plan, queues, poison=False)
+        e = make(DEEP, lent(plan, "gpu") if between == "gpu" else plan, queues, poison=False)
         if swapped:
             e.weights.layers[1].trained.here.tensor = e.weights.layers[4].trained.pool.buffers[0].tensor
         train(e, batches(DEEP, 2, plan.n_micro, 24), between=lambda i, micro: evaluate(e, micro))

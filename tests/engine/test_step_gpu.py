@@ -15,6 +15,7 @@ from engines import (
     deep,
     final_weights,
     gpu_plan,
+    lent,
     make,
     of,
     pairs,
@@ -261,6 +262,7 @@ def test_units_on_several_gpus_leave_the_bits_of_one(name, tier, deal, between):
     unit = UnitPlan(tier, tier, x="ssd" if tier == "ssd" else "ram", saved=(("qkv", tier),), base=tier)
     plan = gpu_plan(cfg, units=(unit,) * 6, dtype="BF16", n_micro=3, tokens=48, record=5000)
     plan = relayed(plan, deal, between=between)
+    plan = lent(plan, "ram") if between == "gpu" else plan
     e = make(cfg, plan, cards(plan.gpus))
     check_same(e, batches(cfg, 4, 3, 48), *on_the_gpu(3, 1.0, cfg))
 

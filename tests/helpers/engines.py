@@ -223,6 +223,15 @@ def relayed(plan: Plan, gpus: Sequence[int], tied: bool = False, between: str = 
     return replace(plan, units=tuple(units), between=between)
 
 
+def lent(plan: Plan, tier: str, peer=lambda unit, gpus: (unit.gpu + 1) % gpus) -> Plan:
+    """The plan with what units save in `tier` saved by another GPU, of peer(unit, GPUs)."""
+    units = [
+        replace(unit, saved=tuple((n, "peer" if t == tier else t) for n, t in unit.saved), peer=peer(unit, plan.gpus))
+        for unit in plan.units
+    ]
+    return replace(plan, units=tuple(units))
+
+
 class JitterQueues(RealQueues):
     """Real queues that start every task after a random delay; slots of each ring are poisoned on a queue of their own.
 
@@ -424,7 +433,8 @@ def random_plan(cfg: ModelConfig, dice: Random, tokens: int = 24, gpus: int = 4,
         between="gpu" if slices > 1 else dice.choice(("gpu", TIERS[1])), halves=halves, slices=slices,
         gradients=dice.choice(TIERS[1:]) if mode == "forward" else TIERS[1], at_once=dice.choice((0, 1, 2, 4)),
     )  # fmt: skip
-    return relayed(replace(plan, **change), dealt, cfg.tied, plan.between)
+    plan = relayed(replace(plan, **change), dealt, cfg.tied, plan.between)
+    return lent(plan, dice.choice(TIERS)) if plan.gpus > 1 and flip() else plan
 
 
 def random_weights():

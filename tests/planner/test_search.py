@@ -306,6 +306,19 @@ def test_outputs_go_by_peer_copies_where_gpus_have_access():
 
 
 @pytest.mark.full
+def test_a_gpu_with_free_memory_lends_it():
+    """The other's saved tensors are there, where recomputing is slow."""
+    limits = Limits(520 * MIB, 700 * MIB, 2, less=(260 * MIB, 0))
+    wanted = Wanted(((512, 4),), document=256, gpus=2)
+    rates = replace(RATES, matmul=2e12, launch_overhead=1.3e-5, peer=3e11, h2d=1e9, d2h=1e9)
+    choice = choose(SMALL, limits, rates, wanted)
+    check(SMALL, choice, limits, rates)
+    apart = choice.plan.changed(range(SMALL.n_units), saved=())
+    assert any(unit.lent for unit in choice.plan.units)
+    assert choice.per_token < by_rule(SMALL, apart, rates, wanted)
+
+
+@pytest.mark.full
 def test_gpus_with_unequal_memory_have_layers_in_proportion():
     limits = Limits(400 * MIB, 700 * MIB, 2, less=(0, 200 * MIB))
     choice = choose(SMALL, limits, RATES, Wanted(((512, 4),), document=256, gpus=2))
