@@ -34,7 +34,7 @@ from trireme.engine.planner.predict import predict
 from trireme.engine.planner.rates import Rates, each_machine
 from trireme.engine.queues.names import READS
 from trireme.engine.queues.trace import Span, perfetto
-from trireme.engine.run import config_file, folder, page, report, screen
+from trireme.engine.run import config_file, folder, report, screen
 from trireme.engine.run.after import hub, push
 from trireme.engine.run.evaluate import Evaluator, documents, with_reference
 from trireme.engine.run.folder import Folder
@@ -48,6 +48,7 @@ from trireme.engine.step import train_step
 from trireme.models.config import InputError
 from trireme.models.rows import Load, Noise, make_load, neftune
 from trireme.models.sizes import costs
+from trireme.storage.auxiliary import TEMPLATE
 from trireme.storage.files import replace_synced
 from trireme.storage.untrusted import quoted
 
@@ -153,7 +154,7 @@ def dry_run(o: Options) -> None:
     """Prints what a run would do; of several machines a table. Raises InputError, DoesNotFit."""
     machines = each_machine(o.assume or "")
     if len(machines) < 2:
-        screen.say(report.dry_line(prepared(o, None)[0]))
+        prepared(o, None)
         return
     rows = list[Row]()
     for name, machine in machines.items():
@@ -481,17 +482,16 @@ class Run:
         screen.say(f"step {done.step:>{len(f'{job.total_steps:,}')},}  {eval_line(shown, note)}{text}")
         self.draw()
 
-    def draw(self, timing: str = "") -> None:
+    def draw(self) -> None:
         """Writes report.html."""
         job, o = self.job, self.job.options
         if here().host:
             return
         name = f"{Path(o.out).resolve().name}: a run of {hub.title(o.model)}, {compact(job.parameters)} parameters"
         axis = f"loss of {o.method}" if o.method != "sft" else "loss (nats per token)"
-        settings = {key: value for key, value in config_file.saved(o).items() if value not in (None, [])}
         with self.training.watched("report"):
             examples = [job.data.example(k) for k in range(min(EXAMPLES, len(job.data.pieces)))]
-            self.log.draw(page.Facts(name, axis, self.lines, examples, settings, timing))
+            self.log.draw(report.Facts(name, axis, self.lines, examples))
 
     # ------------------------------------------------------------ the end
 
@@ -524,7 +524,7 @@ class Run:
         with screen.clock().at("close"), training.watched("close"):
             training.close()
             self.log.sync()
-        self.draw(took_line(screen.clock(), self.estimated))  # the last file that a kill could leave half written
+        self.draw()  # the last file that a kill could leave half written
         with screen.clock().at("close"), training.watched("close"):
             here().meet()  # hosts besides the first have nothing that is output
             self.place.finish(o.keep_state, aside if not here().host else None, training.again)
@@ -552,12 +552,14 @@ class Run:
         if aside is not None:
             which = f"eval_loss {done.best:.4f} at step {aside:,}"
             lines.append(f"best     {out}/best: {which}; to be the output: --export best")
-        chats = job.opened.codec is not None and job.opened.codec.facts.template is not None
+        codec = job.opened.codec
+        chats = TEMPLATE in job.source.auxiliary or (codec is not None and codec.facts.template is not None)
         how = f"sample {out} --chat" if chats else f"sample {out} --prompt TEXT"
         lines.append(f"try it   trireme {f'score {out} --data FILE --out DIR' if job.cfg.scores else how}")
         whole = out if not job.cfg.lora else f"{out}/merged" if o.merge else ""
         if whole:
-            use = f'{job.cfg.opener}.from_pretrained("{whole}"); llama.cpp: convert_hf_to_gguf.py {whole}'
+            use = f'{job.cfg.opener}.from_pretrained("{whole}")'
+            use += f"; llama.cpp: convert_hf_to_gguf.py {whole}" if not job.cfg.scores else ""
         else:
             use = f"trireme merge {out} --out DIR; or as an adapter of peft for {hub.base_of(o.model)[0]}"
         return [*lines, f"use it   {use}", f"again    trireme --config {out}/config.yaml"]

@@ -1,8 +1,11 @@
-"""A job as lines, before the first step, and as figures for Python."""
+"""A job as lines, before the first step, as figures for Python, and its run as a page: report.html."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from html import escape
+from itertools import accumulate
 from typing import Any
 
 from trireme.engine.amounts import compact, count, duration, gb, gib, seconds
@@ -25,19 +28,26 @@ from trireme.engine.run import screen
 from trireme.engine.run.evaluate import LONGEST, MAX_NEW
 from trireme.engine.run.job import BYTES, Job, bytes_of
 from trireme.engine.run.opening import of_head, parameters
-from trireme.engine.run.options import Every, Options
 from trireme.engine.run.screen import labelled
 from trireme.engine.tuning.cached import Cached
 from trireme.engine.tuning.chosen import trained_lines
 from trireme.engine.tuning.packed_source import Packed
 from trireme.engine.tuning.quantized import quantized
-from trireme.engine.tuning.rewritten import Rewritten
 from trireme.models import hf
 from trireme.models.config import ModelConfig
 from trireme.models.sizes import narrow, shapes
 
 COMPLETE: tuple[Part, ...] = ("evaluations", "samples", "snapshots", "export")  # whose last time predicts the next
 UNUSUAL = 30  # times the default learning rate
+WIDTH, HEIGHT, LEFT, BELOW = 820, 360, 60, 40  # of the curve; margins for its numbers
+MOST, LARGEST = 1000, 1e100  # points of a line; what is drawn of a loss
+DRAWN = ("step", "loss", "eval_loss", "eval_accuracy", "eval_rewards/accuracies", "sample", "learning_rate")
+STYLE = """
+body{font:15px/1.5 system-ui,sans-serif;max-width:860px;margin:2em auto;padding:0 1em;color:#222}
+h2{font-size:1.1em;margin-top:2em}pre{white-space:pre-wrap;background:#f6f6f4;padding:.7em}
+mark{background:#ffe08a}td{padding:.15em .9em .15em 0;vertical-align:top}
+"""
+Point = tuple[float, float]
 
 
 def lines(job: Job) -> Iterator[str]:
@@ -46,14 +56,14 @@ def lines(job: Job) -> Iterator[str]:
     steps_s = job.total_steps * f.step.step_s if job.on_gpu else None
     writes = written(f, job.total_steps, events(job, 0, steps_s))
     yield from filter(None, [wear_warning(f, writes, steps_s)])
-    wear = wear_line(f, writes)
+    wear, examples = wear_line(f, writes), range(min(o.show_example, len(job.data.pieces))) if job.read else ()
     for label, texts in {
         "model": _model(job),
         "experts": _experts(job),
         "base": _base(job),
         "data": job.data.report.lines() if job.read else [_no_data(job)],
         "val": job.data.describe_held_out() if job.read else [],
-        "example": _examples(job),
+        "example": [line.strip() for k in examples for line in job.data.example(k).split("\n")],
         "method": [_method(job)],
         "trained": trained_lines(job.cfg, {"--train": o.train, "--freeze": o.freeze}) if o.train or o.freeze else [],
         "machine": _machine(job) if full or job.on_gpu else [],
@@ -72,6 +82,8 @@ def lines(job: Job) -> Iterator[str]:
         sequences = job.data.n_sequences if job.read else ENDLESS
         for change in faster(f, _lighter(job), sequences, bits_open=o.resume is None):
             yield f"faster   {change.what}: {change.gain:.1f} times the tokens/s ({seconds(change.step_s)} a step)"
+    if o.dry_run:
+        yield f"Dry run: nothing written{' but tokens, in the cache for later runs' * bool(job.read)}."
 
 
 # ---------------------------------------------------------------- under each label
@@ -79,20 +91,15 @@ def lines(job: Job) -> Iterator[str]:
 
 def _model(job: Job) -> list[str]:
     cfg, source = job.cfg, job.source
-    dtypes = "/".join(
-        dict.fromkeys(t.dtype for n in job.opened.stored.values() if (t := source.tensors.get(n)))
-    ).lower()
-    dtypes += f" and {cfg.packing.word}" if cfg.packing else ""
+    dtypes = {t.dtype.lower(): 0 for name in job.opened.stored.values() if (t := source.tensors.get(name))}
+    dtypes |= {cfg.packing.word: 0} if cfg.packing else {}
     head = f", score head ({of_head(cfg)})" if cfg.scores else ", tied head" if cfg.tied else ""
     where = f"of the shape {job.options.shape}" if job.options.shape else "by config.json alone"
     where = count(len(source.files), "file") if source.files else where
-    size = f"{compact(job.parameters)} parameters, {dtypes}, {where}, {gib(source.nbytes)}"
-    texts = [f"{cfg.model_type}, {size}; {cfg.n_layers} layers{head}"]
-    if (others := hf.carried(cfg, source.tensors)) and not cfg.lora:
-        what = "the vision part" if cfg.wrapper else "what is not of the language model"
-        nbytes = gib(sum(source.tensors[name].nbytes for name in others))
-        texts.append(f"{what} is copied unchanged: {len(others):,} tensors, {nbytes}")
-    return texts
+    size = f"{compact(job.parameters)} parameters, {'/'.join(dtypes)}, {where}, {gib(source.nbytes)}"
+    others = 0 if cfg.lora else len(hf.carried(cfg, source.tensors))
+    texts = [f"what is not of the language model is copied unchanged: {count(others, 'tensor')}"] if others else []
+    return [f"{cfg.model_type}, {size}; {cfg.n_layers} layers{head}", *texts]
 
 
 def _experts(job: Job) -> list[str]:
@@ -116,9 +123,7 @@ def _base(job: Job) -> list[str]:
         return [f"{packing.word}, {how}; merges use the checkpoint's own values"]
     if isinstance(source, Packed):
         return [f"frozen matrices stay in {packing.word} until the GPU decodes them, layer by layer"]
-    left = source.inner.auxiliary.keys() - source.auxiliary.keys() if isinstance(source, Rewritten) else set()
-    without = f", without {', '.join(sorted(left))}" if left else ""
-    return [f"{packing.word} is decoded as it is read; the output is bf16, as its config.json says{without}"]
+    return [f"{packing.word} is decoded as it is read; the output is bf16, as its config.json says"]
 
 
 def _no_data(job: Job) -> str:
@@ -131,11 +136,6 @@ def _no_data(job: Job) -> str:
     return f"none given; a step is {full}{assumed}"
 
 
-def _examples(job: Job) -> list[str]:
-    shown = range(min(job.options.show_example, len(job.data.pieces))) if job.read else ()
-    return [line.strip() for k in shown for line in job.data.example(k).split("\n")]
-
-
 def _method(job: Job) -> str:
     o, cfg, lora, teaching = job.options, job.cfg, job.cfg.lora, job.cfg.teaching
     what = "some tensors" if cfg.frozen else "all weights"
@@ -143,7 +143,8 @@ def _method(job: Job) -> str:
     trained = compact(sum(Geometry.of(cfg, job.plan).numel))
     what += f"; {trained} parameters trained" if cfg.frozen else ""
     if job.preference:
-        what = f"{o.method} ({', '.join(f'{name} {getattr(o, name):g}' for name in parameters(o.method))}), {what}"
+        values = ", ".join(f"{name} {getattr(o, name):g}" for name in parameters(o.method))
+        what = f"{o.method} ({values}), {what}"
     what = f"classify ({', '.join(o.labels)[:80]}), {what}" if o.labels else what
     if teaching:
         mix = f"cross-entropy x {1 - teaching.weight:g} + divergence from {o.teacher} x {teaching.weight:g}"
@@ -200,13 +201,12 @@ def _memory(job: Job) -> str:
 
 
 def _disk(job: Job) -> str:
-    need, room, places = job.forecast.disk(), job.forecast.room, [str(job.out), *job.options.store]
-    verdict = f": short by {gb(need - room)} of {gb(room)}; free some" if room and need > room else f", {gb(room)} free"
-    return f"up to {gb(need)} in {', '.join(dict.fromkeys(places))}{verdict}"
+    places = dict.fromkeys([job.options.out, *job.options.store])
+    return f"up to {gb(job.forecast.disk())} in {', '.join(places)}, {gb(job.forecast.room)} free"
 
 
 def _notes(job: Job) -> Iterator[str]:
-    """What is likely wrong, and options that have no effect or an unexpected one."""
+    """What is likely wrong, and what one may not expect."""
     o, total = job.options, job.total_steps
     rate, warmup, usual = o.lr or 0.0, o.warmup_steps(total), 1e-3 if job.cfg.lora else 1e-4
     if rate > UNUSUAL * usual:
@@ -215,10 +215,6 @@ def _notes(job: Job) -> Iterator[str]:
         last = learning_rate(total, total, rate, o.schedule, warmup)
         within = f"within its warm-up of {warmup:,} steps, at lr {last:.1e} of {rate:.1e}"
         yield f"warning: the run ends {within}. Lower --warmup"
-    if (o.eval_every not in (Options.eval_every, Every()) or o.eval_tokens) and job.read and not job.data.held_out:
-        yield "note: nothing is evaluated, there is no held-out data. Give --val"
-    if o.chat_template and job.read and not any(file.meta["counts"]["chats"] for file in job.data.files):
-        yield "note: --chat-template is for conversations, and no row is one"
     yield from (f"note: {note}" for note in job.opened.notes)
 
 
@@ -228,11 +224,6 @@ def _lighter(job: Job) -> dict[str, ModelConfig]:
     if not cfg.frozen or cfg.packing or cfg.fp8 or job.options.resume:
         return {}
     return {"--base nf4": quantized(cfg, job.source, "nf4", job.opened.stored)[0]}
-
-
-def dry_line(job: Job) -> str:
-    """What a dry run leaves behind."""
-    return f"Dry run: nothing written{' but tokens, in the cache for later runs' * bool(job.read)}."
 
 
 # ---------------------------------------------------------------- the whole run
@@ -289,3 +280,73 @@ def figures(job: Job) -> dict[str, Any]:
         "disk_bytes": f.disk(),
         "written_bytes": sum(writes.values()) if step_s else None,
     }
+
+
+# ---------------------------------------------------------------- report.html
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What a page says besides the log."""
+
+    title: str
+    axis: str = "loss (nats per token)"
+    report: Sequence[str] = ()  # the lines before the first step
+    examples: Sequence[str] = ()  # with the trained part in [ ]
+
+
+def page(records: Sequence[dict[str, Any]], facts: Facts) -> str:
+    """The page of a run in one file: curve, evaluations with samples, examples with the trained part marked, report."""
+    evals = [record for record in records if "eval_loss" in record]
+    lines = [[(r["step"], r[name]) for r in records if name in r] for name in ("loss", "eval_loss")]
+    cells = ([f"{r['step']:,}", f"{r['eval_loss']:.4f}", escape(r.get("sample", ""))] for r in thinned(evals))
+    rows = "".join(f"<tr><td>{'<td>'.join(row)}</tr>" for row in cells)
+    marked = (escape(text).replace("[", "<mark>").replace("]", "</mark>") for text in facts.examples)
+    title, report = escape(facts.title), escape("\n".join(facts.report))
+    body = f"<h2>{title}</h2>{curve(*lines, facts.axis)}"
+    body += f"<h2>Evaluations</h2><table><tr><td>step<td>loss<td>sample</tr>{rows}</table>" if rows else ""
+    body += f"<h2>What is learned: the marked part</h2>{''.join(f'<pre>{text}</pre>' for text in marked)}"
+    body += f"<h2>Before the first step</h2><pre>{report}</pre>"
+    head = f'<meta charset="utf-8"><title>{title}</title><style>{STYLE}</style>'
+    return f"<!doctype html><html><head>{head}</head><body>{body}</body></html>\n"
+
+
+def curve(train: Sequence[Point], evals: Sequence[Point], axis: str) -> str:
+    """Raw and smoothed training loss, and evaluations, as SVG."""
+    train, evals = ([(x, y) for x, y in points if abs(y) < LARGEST] for points in (train, evals))
+    smooth = smoothed(train)
+    steps, losses = zip(*([*smooth, *evals] or [(0.0, 0.0)]), strict=True)
+    first, last, low, high = min(steps), max(steps), min(losses), max(losses)
+    to_x = lambda x: LEFT + (x - first) / max(1, last - first) * (WIDTH - LEFT - 10)
+    to_y = lambda y: HEIGHT - BELOW - (y - low) / (high - low or 1.0) * (HEIGHT - BELOW - 20)
+    parts = list[str]()
+    for y in (low + k / 4 * (high - low) for k in range(5)):
+        parts.append(f'<path d="M{LEFT} {to_y(y):.1f}H{WIDTH}" stroke="#e3e3e3"/>')
+        parts.append(f'<text x="{LEFT - 6}" y="{to_y(y):.1f}" text-anchor="end">{y:.4g}</text>')
+    legend = f"steps {first:,} to {last:,}; {escape(axis)}"
+    for name, points, colour in (
+        ("", train, "#b9cde4"),
+        ("training", smooth, "#1f5fa8"),
+        ("held out", evals, "#d8572a"),
+    ):
+        line = " ".join(f"{to_x(x):.1f},{to_y(y):.1f}" for x, y in thinned(points) if low <= y <= high)
+        parts.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2"/>')
+        if name and points:
+            values = f"{name} {points[0][1]:.4g} → {points[-1][1]:.4g}"
+            legend += f'; <tspan fill="{colour}">{values}</tspan>'
+    parts.append(f'<text x="{LEFT}" y="{HEIGHT - 10}">{legend}</text>')
+    size = f'viewBox="0 0 {WIDTH} {HEIGHT}" width="100%" font-size="12"'
+    return f'<svg xmlns="http://www.w3.org/2000/svg" {size}>{"".join(parts)}</svg>'
+
+
+def smoothed(points: Sequence[Point]) -> list[Point]:
+    """Means over a centred window of a twenty-fifth of the run, which do not lag behind falling losses."""
+    half, sums = len(points) // 50, [0.0, *accumulate(y for _, y in points)]
+    ends = [(max(0, i - half), min(len(points), i + half + 1)) for i in range(len(points))]
+    return [(x, (sums[b] - sums[a]) / (b - a)) for (x, _), (a, b) in zip(points, ends, strict=True)]
+
+
+def thinned(points: Sequence[Any]) -> list[Any]:
+    """At most about MOST of the points, with the last."""
+    stride = -(-len(points) // MOST) or 1
+    return [*points[::stride], *points[-1:]] if stride > 1 else list(points)

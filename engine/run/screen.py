@@ -45,25 +45,27 @@ def cut(text: str, width: int) -> str:
 
 
 def wrapped(line: str, width: int) -> str:
-    """A line divided between words for a terminal of this width; all but its first part are indented."""
-    if cells(line) < width:
-        return line
+    """A line divided between words, wide ones anywhere, for a terminal of this width; parts but the first are
+    indented.
+    """
     lines, space = [""], max(20, width - 1)
-    for piece in re.findall(r"\s*\S+", COMMAND.sub(lambda match: match[0].replace(" ", "\0"), line)):
-        word = piece
-        while cells(lines[-1] + word) > space:
-            part = cut(word, space - cells(lines[-1])) if cells(word) > len(word) else ""  # wide: anywhere
-            lines[-1], word = lines[-1] + part, word[len(part) :].lstrip()
-            if not part and not lines[-1].strip():
-                break
+    pieces = re.findall(r"\s*\S+", COMMAND.sub(lambda match: match[0].replace(" ", "\0"), line))
+    while pieces:
+        word = pieces.pop(0)
+        fits = space - cells(lines[-1])
+        if cells(word) > fits and (lines[-1].strip() or cells(word) > len(word)):
+            part = cut(word, fits) if cells(word) > len(word) else ""
+            lines[-1] += part
             lines.append(" " * INDENT)
-        lines[-1] += word
+            pieces.insert(0, word[len(part) :].lstrip())
+        else:
+            lines[-1] += word
     return "\n".join(lines).replace("\0", " ")
 
 
 def coloured(line: str) -> str:
-    """A line with its label in bold, or in the colour of what it warns of."""
-    colours = {"warning": YELLOW, "error": RED}
+    """A line wrapped for a terminal, with its label in bold or in the colour of what it warns of."""
+    colours, line = {"warning": YELLOW, "error": RED}, wrapped(line, shutil.get_terminal_size().columns)
     return LABEL.sub(lambda match: f"{colours.get(match[0], BOLD)}{match[0]}{PLAIN}", line, count=1)
 
 
@@ -73,7 +75,7 @@ class Screen:
     def __init__(self, stream: TextIO | None = None):
         self.stream, self.is_lost = stream, False
         self.line, self.drawn = "", -1e9
-        self.counted, self.must_write = 0, True  # parts told while working, watched for a hang; see forgive
+        self.counted, self.must_write = 0, True  # parts of work, watched for a hang; see forgive
         self.waits = False  # for a terminal that is held
 
     @property
@@ -81,6 +83,7 @@ class Screen:
         return (self.stream or sys.stdout).isatty()
 
     def write(self, text: str) -> None:
+        """Raises StoreError and BrokenPipeError, until `forgive` is called."""
         self.waits = True
         try:
             if not self.is_lost:
@@ -88,34 +91,11 @@ class Screen:
                 stream.write(text)
                 stream.flush()
         except OSError as error:
-            if self.must_write and isinstance(error, BrokenPipeError):
-                raise
             if self.must_write:
-                raise StoreError(error.errno, error.strerror, OUTPUT) from error
+                raise error if isinstance(error, BrokenPipeError) else StoreError(error.errno, error.strerror, OUTPUT)
             self.is_lost = True
         finally:
             self.waits = False
-
-    def say(self, line: str) -> None:
-        line = shown(line, LINE)
-        if self.is_live:
-            line = coloured(wrapped(line, shutil.get_terminal_size().columns))
-        self.write(f"\r\x1b[K{line}\n{self.line}" if self.line else line + "\n")
-
-    def show(self, line: str, final: bool = False) -> None:
-        """Redraws the live line. A final one stays."""
-        now = time.monotonic()
-        if final or now - self.drawn >= (TERMINAL if self.is_live else PIPE):
-            self.drawn, line = now, shown(line, LINE)
-            if self.is_live:
-                line = cut(line, shutil.get_terminal_size().columns - 1)
-            self.line = line if self.is_live and not final else ""
-            self.write((f"\r\x1b[K{line}" if self.is_live else line) + "\n" * (final or not self.is_live))
-
-    def clear(self) -> None:
-        if self.line:
-            self.line = ""
-            self.write("\r\x1b[K")
 
 
 _screen, _clock = Screen(), Clock()
@@ -123,11 +103,12 @@ _screen, _clock = Screen(), Clock()
 
 def say(line: str) -> None:
     """Prints a line that stays. Raises StoreError and BrokenPipeError, until `forgive` is called."""
-    _screen.say(line)
+    line = coloured(shown(line, LINE)) if _screen.is_live else shown(line, LINE)
+    _screen.write(f"\r\x1b[K{line}\n{_screen.line}" if _screen.line else line + "\n")
 
 
 def warn(line: str) -> None:
-    _screen.say(f"warning: {line}")
+    say(f"warning: {line}")
 
 
 def text(piece: str) -> None:
@@ -137,21 +118,26 @@ def text(piece: str) -> None:
 
 def urgent(line: str) -> None:
     """Prints to standard error; also in a signal handler."""
-    line = "\n".join(shown(part, LINE) for part in line.split("\n"))
     with suppress(OSError, RuntimeError, ValueError):  # a closed terminal; within another line
-        if sys.stderr.isatty():
-            width = shutil.get_terminal_size().columns
-            line = "\n".join(coloured(wrapped(part, width)) for part in line.split("\n"))
-        print(line, file=sys.stderr, flush=True)
+        lines = [shown(part, LINE) for part in line.split("\n")]
+        print(*map(coloured, lines) if sys.stderr.isatty() else lines, sep="\n", file=sys.stderr, flush=True)
 
 
 def show(line: str, final: bool = False) -> None:
-    """Redraws the live line."""
-    _screen.show(line, final)
+    """Redraws the live line. A final one stays."""
+    now, live = time.monotonic(), _screen.is_live
+    if final or now - _screen.drawn >= (TERMINAL if live else PIPE):
+        _screen.drawn, line = now, shown(line, LINE)
+        line = cut(line, shutil.get_terminal_size().columns - 1) if live else line
+        _screen.line = line if live and not final else ""
+        _screen.write((f"\r\x1b[K{line}" if live else line) + "\n" * (final or not live))
 
 
 def clear() -> None:
-    _screen.clear()
+    """Removes the live line."""
+    if _screen.line:
+        _screen.line = ""
+        _screen.write("\r\x1b[K")
 
 
 def forgive() -> None:
@@ -160,7 +146,7 @@ def forgive() -> None:
 
 
 def counted() -> tuple[int, object]:
-    """Changes with every part of some work that is told, and always while a terminal is waited for."""
+    """Changes with every finished part of some work, and always while a terminal is waited for."""
     return _screen.counted, object() if _screen.waits else None
 
 
@@ -190,39 +176,39 @@ def far(what: str, done: int, total: int, began: float, unit: str = "B") -> None
     seconds = time.monotonic() - began
     if seconds > PATIENCE and 0 < done < total:
         of = f"{gb(done)} of {gb(total)}" if unit == "B" else f"{compact(done)} of {compact(total)} {unit}"
-        rest = f"  eta {duration(seconds * (total - done) / done)}" if 1000 * done >= total else ""
-        _screen.show(f"{what}  {of}{rest}")
+        show(f"{what}  {of}  eta {duration(seconds * (total - done) / done)}")
 
 
 @contextmanager
 def working(what: str, total: int, unit: str = "B") -> Iterator[Callable[[int], None]]:
     """Gives a function to call with the size of each finished part; its progress shows after PATIENCE."""
-    began, done, screen, line = time.monotonic(), 0, _screen, _screen.line
+    began, done, line = time.monotonic(), 0, _screen.line
 
-    def more(size: int) -> None:
+    def finished(size: int) -> None:
         nonlocal done
-        done, screen.counted = done + size, screen.counted + 1
+        done += size
+        _screen.counted += 1
         far(what, done, total, began, unit)
 
     try:
-        yield more
+        yield finished
     finally:
-        if screen.line != line:
-            screen.clear()
+        if _screen.line != line:
+            clear()
 
 
 @contextmanager
 def passing(what: str, expected: float | None) -> Iterator[None]:
-    """Shows the seconds of something long that tells no parts. Within, only `urgent` may print."""
-    ended, began, screen = threading.Event(), time.monotonic(), _screen
+    """Shows the seconds of something long that has no parts. Within, only `urgent` may print."""
+    ended, began = threading.Event(), time.monotonic()
 
     def tell() -> None:
-        due = PATIENCE if screen.is_live else PIPE_STEP
+        due = PATIENCE if _screen.is_live else PIPE_STEP
         while not ended.wait(1.0):
             if (passed := time.monotonic() - began) > due:
-                due += 0 if screen.is_live else PIPE_STEP
+                due += 0 if _screen.is_live else PIPE_STEP
                 of = f" of about {duration(expected)}" if expected and passed < expected else ""
-                screen.show(f"{what}  {duration(passed)}{of}")
+                show(f"{what}  {duration(passed)}{of}")
 
     thread = threading.Thread(target=tell, daemon=True)
     thread.start()

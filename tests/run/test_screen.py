@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from trireme.engine.run import screen
 from trireme.engine.run.log import Log, read_log
-from trireme.engine.run.page import Facts, page
+from trireme.engine.run.report import Facts, page
 from trireme.engine.run.signals import NOTICES
 
 ROOT = Path(__file__).parents[2]
