@@ -18,7 +18,7 @@ import sys
 import textwrap
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
@@ -35,31 +35,30 @@ from trireme.storage.headers import CheckpointError
 from trireme.storage.untrusted import quoted
 
 MODULES = {name: f"trireme.engine.run.after.{name}" for name in COMMANDS} | {"": "trireme.engine.run.loop"}
-NO_MEMORY, NO_THREAD = (errno.ENOMEM, errno.EAGAIN), "can't start new thread"  # Python's words
 EXPECTED = {InputError: 2, CheckpointError: 2, DoesNotFit: 3, LostHost: 4}
+NO_MEMORY, NO_THREAD = (errno.ENOMEM, errno.EAGAIN), "can't start new thread"  # Python's words
 MISNAMED = (errno.ENAMETOOLONG, errno.ELOOP, errno.EEXIST)
 FAILING = (errno.EIO, errno.ESTALE, errno.EREMOTEIO, errno.EUCLEAN)  # a drive, or a server of files
-CURES = dict.fromkeys(FAILING, " Is its drive failing? See dmesg.")
-CURES |= dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), " Free some space there, or name another folder.")
-CURES |= dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), " Change its permissions, or name another.")
+CURES = {
+    **dict.fromkeys(FAILING, " Is its drive failing? See dmesg."),
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), " Free some space there, or name another folder."),
+    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), " Change its permissions, or name another."),
+}
 # Spinning threads of torch: steps ten times slower on a busy CPU. Segments that grow: none of a GPU's memory is lost to
 # fragments; WSL2's driver may refuse them.
 ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE"}
 if "microsoft" not in platform.release().lower():
     ENVIRONMENT["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
-WORDS = {"train": "", "finetune": "", "sft": "", "chat": "sample", "generate": "sample", "evaluate": "eval"}
-WORDS |= {"fuse": "merge", "upload": "push", "infer": "sample", "inference": "sample"}
+WORDS = dict.fromkeys(("train", "finetune", "sft"), "")  # of other programs, and our commands
+WORDS |= {"chat": "sample", "generate": "sample", "inference": "sample", "evaluate": "eval", "fuse": "merge"}
 
 
 def command() -> int:
     """The console script: returns the exit code."""
     _open_streams()
     argv = sys.argv[1:]
-    if argv[:1] == ["sample"]:  # Ctrl-C ends an answer
-        if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-    else:
-        sys.unraisablehook = _unraisable
+    if argv[:1] == ["sample"] and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # Ctrl-C ends an answer
     with screen.to(None, process_began()):
         code = main(argv)
     end_at_signals(code)
@@ -68,11 +67,14 @@ def command() -> int:
 
 def main(argv: Sequence[str]) -> int:
     """Returns the exit code."""
-    signals = nullcontext() if list(argv[:1]) == ["sample"] else stop_signals(_interrupt, _leave)
+    signals = (
+        nullcontext()
+        if list(argv[:1]) == ["sample"]
+        else stop_signals(_interrupt, lambda: screen.urgent("exited immediately"))
+    )
     out, at = "", Place()
     try:
         with signals, ExitStack() as stack:
-            _check_folder()
             os.environ.update(ENVIRONMENT | os.environ)
             warnings.showwarning = lambda message, *_, **__: screen.warn(str(message))
             stack.enter_context(joined(at := place(), lambda why: _timed_out(why, folder.resumable(out))))
@@ -147,26 +149,6 @@ def _interrupt(_: int) -> None:
     raise KeyboardInterrupt
 
 
-def _leave() -> None:
-    screen.urgent("exited immediately")
-
-
-def _unraisable(what: sys.UnraisableHookArgs) -> None:
-    """An interrupt that came within a callback of the garbage collector is dropped by Python: the process ends."""
-    if what.exc_type is KeyboardInterrupt:
-        _leave()
-        os._exit(LEFT)
-    sys.__unraisablehook__(what)
-
-
-def _check_folder() -> None:
-    """Raises InputError if the current folder has been removed: torch's libraries would end the process."""
-    try:
-        Path.cwd()
-    except FileNotFoundError:
-        raise InputError("the current folder has been removed. Go to another: cd.") from None
-
-
 def _open_streams() -> None:
     """Replaces closed streams by empty ones, and lets characters that cannot be encoded be replaced."""
     nowhere = lambda: io.TextIOWrapper(io.FileIO(os.devnull, "w"))
@@ -210,7 +192,8 @@ def _values(command: str, cls: type[Base], argv: Sequence[str]) -> dict[str, Any
     while words:
         word = words.pop(0)
         if word in ("-h", "--help", "--version"):
-            print(_version() if word == "--version" else "\n".join(_help(command, cls)))
+            version = next((f"trireme {d.version}" for d in metadata.distributions(name="trireme")), "not installed")
+            print(version if word == "--version" else "\n".join(_help(command, cls)))
             raise SystemExit(0)
         name, equals, value = word.lstrip("-").partition("=")
         name = name.replace("-", "_")
@@ -242,40 +225,29 @@ def _refuse(word: str, name: str, known: Mapping[str, Any], command: str) -> NoR
     """Raises InputError for an unknown option, with the nearest known one."""
     names = {n: n for n in known} | ({} if command else {n.replace("-", "_"): f for n, f in aliases.FIELD_OF.items()})
     near = [n for n in known if n.startswith(name)][:1] or difflib.get_close_matches(name, names, 1)
-    way = f"Did you mean {flag(names[near[0]])}?" if near else f"See trireme {command} --help.".replace("  ", " ")
+    way = f"Did you mean {flag(names[near[0]])}?" if near else "See --help."
     raise InputError(f"unknown option {word.partition('=')[0]}. {way}")
 
 
 def _help(command: str, cls: type[Base]) -> Iterator[str]:
     """The lines of --help, in the terminal's width."""
     width, options = min(112, shutil.get_terminal_size((113, 24)).columns - 1), table(cls)
-    words = " ".join(f.metadata["metavar"] for name, f in options.items() if name in ("folder", "name"))
-    yield f"usage: trireme {f'{command} {words}' if command else 'CHECKPOINT --data FILE [--out DIR]'} [options]"
-    yield ""
-    yield (
-        cls.__doc__ or "" if command else "Fine-tunes CHECKPOINT, a Hugging Face model's folder or its name on the hub."
-    )
-    hidden = ("folder", "name") if command else ("model",)
+    first = [f for name, f in options.items() if name in (("folder", "name") if command else ("model",))]
+    words = " ".join([command, *(f.metadata["metavar"] for f in first)])
+    yield f"usage: trireme {words if command else 'CHECKPOINT --data FILE [--out DIR]'} [options]\n"
+    yield cls.__doc__ or "" if command else "Fine-tunes CHECKPOINT, a Hugging Face model's folder or name on the hub."
     for group in GROUPS:
-        rows = [f for name, f in options.items() if f.metadata["group"] == group and name not in hidden]
-        yield from ("", f"{group}:") if rows else ()
+        rows = [f for f in options.values() if f.metadata["group"] == group and f not in first]
+        yield from [f"\n{group}:"] if rows else []
         for f in rows:
-            head = f"  {flag(f.name)} {f.metadata['metavar']}"
-            shown = ",".join(map(str, f.default)) if isinstance(f.default, tuple) else str(f.default)
-            is_known = "[" in f.metadata["help"] or f.default in (None, False, "", ())
-            about = f.metadata["help"] + (f" [{shown}]" if not is_known else "")
-            texts = textwrap.wrap(about, width - 32, break_long_words=False, break_on_hyphens=False)
-            yield from [head] if len(head) > 30 else []
-            for n, text in enumerate(texts):
-                yield f"{head if n == 0 and len(head) <= 30 else '':32}{text}"
+            head, about = f"  {flag(f.name)} {f.metadata['metavar']}", f.metadata["help"]
+            shown = ",".join(map(str, f.default)) if isinstance(f.default, tuple) else f.default
+            about += f" [{shown}]" if "[" not in about and f.default not in (None, False, "", ()) else ""
+            lines = textwrap.wrap(about, width - 32, break_long_words=False, break_on_hyphens=False)
+            yield from [head] if len(head) > 30 else [f"{head:32}{lines.pop(0)}"]
+            yield from (" " * 32 + line for line in lines)
     if not command:
         yield f"\nOther commands, each with its own --help: {', '.join(COMMANDS)}. Names of other trainers work too."
-
-
-def _version() -> str:
-    with suppress(metadata.PackageNotFoundError):
-        return f"trireme {metadata.version('trireme')}"
-    return "trireme, run from its source folder without an installation"
 
 
 # ---------------------------------------------------------------- options of a run
@@ -283,21 +255,19 @@ def _version() -> str:
 
 def of_a_run(values: Mapping[str, Any]) -> Options:
     """The options of a run: those of the command, those of --config or of the run of --resume. Raises InputError."""
-    run: Path | None = None
-    if "resume" in values:
-        run = Path(values["resume"] or folder.latest(Path("runs")))
-        if other := {"config", "shape", "demo", "out"} & values.keys():
-            raise InputError(f"{flag(other.pop())}: a resumed run has its own. Leave it out.")
-        if not here().host:
-            folder.check_resumable(run)
-    elif "config" not in values:
+    if not {"resume", "config"} & values.keys():
         return Options.of(values)
+    run = Path(values["resume"] or folder.latest(Path("runs"))) if "resume" in values else None
+    if run and (other := {"config", "shape", "demo", "out"} & values.keys()):
+        raise InputError(f"{flag(other.pop())}: a resumed run has its own. Leave it out.")
+    if run and not here().host:
+        folder.check_resumable(run)
     path = run / "config.yaml" if run else Path(values["config"])
     text = here().texts("" if here().host else config_file.text_of(path))[0]  # of host 0
-    stored = config_file.read(path, text)
-    if {"epochs", "max_steps"} & values.keys():  # the length is given by one of them
-        stored = {name: value for name, value in stored.items() if name not in ("epochs", "max_steps")}
-    chosen = config_file.given_in(text) if text.startswith(config_file.FIRST) else stored.keys()
-    named = frozenset(chosen & stored.keys() | values.keys())
-    options = replace(Options.of({**stored, **values}, f"{path}: "), given=named)
+    stored, length = config_file.read(path, text), {"epochs", "max_steps"}
+    if length & values.keys():  # the length is given by one of them
+        stored = {name: value for name, value in stored.items() if name not in length}
+    options = Options.of({**stored, **values}, f"{path}: ")
+    if (chosen := config_file.chosen(text)) is not None:
+        options = replace(options, chosen=frozenset(chosen & stored.keys() | values.keys()))
     return replace(options, resume=str(run), out=str(run)) if run else options

@@ -20,21 +20,19 @@ from trireme.models.config import InputError
 from trireme.storage.untrusted import read_text, why
 
 FIRST = "# options of a run of trireme\n"
-CHOSEN = "# chosen, or defaults of this version\n"
+REST = "# chosen, or defaults of this version\n"
 FIELDS = table(Options)
 
 
 def saved(options: Options) -> dict[str, Any]:
     """The options as YAML and JSON have them: plain values, absolute paths; without those of one call."""
-    return {
-        name: _plain(name, getattr(options, name)) for name, f in FIELDS.items() if "call" not in f.metadata["kind"]
-    }
+    names = [name for name, option in FIELDS.items() if "call" not in option.metadata["kind"]]
+    return {name: _plain(FIELDS[name].metadata, getattr(options, name)) for name in names}
 
 
-def _plain(name: str, value: Any) -> Any:
-    option = FIELDS[name].metadata
+def _plain(option: Mapping[str, Any], value: Any) -> Any:
     if isinstance(value, tuple):
-        return [_plain(name, each) for each in value]
+        return [_plain(option, each) for each in value]
     if value is None or value == "":
         return None
     if "path" in option["kind"]:
@@ -50,12 +48,11 @@ def absolute(path: str, words: str) -> str:
 
 
 def write(options: Options) -> bytes:
-    """The config.yaml: first what was given, then the rest."""
+    """The config.yaml: first what the user chose, then the rest."""
     values = {name: value for name, value in saved(options).items() if value not in (None, [])}
-    chosen = {name: value for name, value in values.items() if name in options.given}
-    parts = chosen, {name: value for name, value in values.items() if name not in chosen}
+    parts = [{n: v for n, v in values.items() if (n in options.chosen) is first} for first in (True, False)]
     texts = [yaml.safe_dump(part, sort_keys=False, allow_unicode=True, width=1000) * bool(part) for part in parts]
-    return (FIRST + CHOSEN.join(texts)).encode()
+    return (FIRST + REST.join(texts)).encode()
 
 
 def text_of(path: Path) -> str:
@@ -77,9 +74,10 @@ def read(path: Path, text: str) -> dict[str, Any]:
     return values if text.startswith(FIRST) else aliases.translated(values, f"{path}: ")
 
 
-def given_in(text: str) -> frozenset[str]:
-    """The names that the user chose, in the text of a file."""
-    return frozenset(line.partition(":")[0] for line in text.partition(CHOSEN)[0].splitlines()) & FIELDS.keys()
+def chosen(text: str) -> frozenset[str] | None:
+    """The names that the user chose, in the text of a run's file; None: of another file."""
+    lines = text.partition(REST)[0].splitlines()
+    return frozenset(line.partition(":")[0] for line in lines) & FIELDS.keys() if text.startswith(FIRST) else None
 
 
 def of_run(path: Path) -> Options | None:
@@ -101,6 +99,8 @@ def is_own(path: Path) -> bool:
 
 def changes(now: Options, before: Mapping[str, Any]) -> list[str]:
     """A line for each option that differs from `before`, which `saved` gave."""
-    words = lambda v: "not given" if v in (None, "", []) else ", ".join(map(str, v)) if isinstance(v, list) else str(v)
+    words = lambda v: (
+        "not set" if v in (None, "", []) else (", ".join(map(str, v)) if isinstance(v, list) else str(v))[:500]
+    )
     both = [(name, value, before.get(name)) for name, value in saved(now).items()]
-    return [f"{flag(name)} {words(value)[:500]}, was {words(was)[:500]}" for name, value, was in both if value != was]
+    return [f"{flag(name)} {words(value)}, was {words(was)}" for name, value, was in both if value != was]

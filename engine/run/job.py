@@ -400,7 +400,7 @@ def with_work(o: Options, data: Dataset | None, room: int) -> tuple[Options, Wor
     if data.held_out is None:
         return o, work
     share = EVALUATING * steps / COSTS / (1 - EVALUATING)  # of a step's tokens, of all evaluations
-    if "eval_every" not in o.given and o.eval_every == Options.eval_every and share < 11:
+    if "eval_every" not in o.chosen and o.eval_every == Options.eval_every and share < 11:
         o = replace(o, eval_every=Every(steps=math.ceil(steps / max(1, int(share) - 1))))
     n = 1 + o.eval_every.times(0, steps) + (not o.eval_every.due(steps, steps, 0.0))
     read = o.eval_tokens or math.ceil(max(1.0, share / n) * work.tokens)

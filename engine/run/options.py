@@ -200,7 +200,7 @@ def flag(name: str) -> str:
 class Base:
     """What all commands share."""
 
-    given: frozenset[str] = field(default=frozenset(), compare=False, repr=False)  # names that the user chose
+    chosen: frozenset[str] = field(default=frozenset(), compare=False, repr=False)  # names that the user gave
 
     @classmethod
     def of(cls: type[T], values: Mapping[str, Any], where: str = "") -> T:
@@ -216,7 +216,7 @@ class Base:
                 raise InputError(f"{where}unknown option {name}. See --help.") from None
             except ValueError as error:
                 raise InputError(f"{where}{flag(name)}: {str(error).rstrip('.')}.") from None
-        return cls(given=frozenset(parsed), **parsed)
+        return cls(chosen=frozenset(parsed), **parsed)
 
 
 def converted(f: Field[Any], value: Any) -> Any:

@@ -298,12 +298,12 @@ class Facts:
 def page(records: Sequence[dict[str, Any]], facts: Facts) -> str:
     """The page of a run in one file: curve, evaluations with samples, examples with the trained part marked, report."""
     evals = [record for record in records if "eval_loss" in record]
-    lines = [[(r["step"], r[name]) for r in records if name in r] for name in ("loss", "eval_loss")]
+    train, held_out = ([(r["step"], r[name]) for r in records if name in r] for name in ("loss", "eval_loss"))
     cells = ([f"{r['step']:,}", f"{r['eval_loss']:.4f}", escape(r.get("sample", ""))] for r in thinned(evals))
     rows = "".join(f"<tr><td>{'<td>'.join(row)}</tr>" for row in cells)
     marked = (escape(text).replace("[", "<mark>").replace("]", "</mark>") for text in facts.examples)
     title, report = escape(facts.title), escape("\n".join(facts.report))
-    body = f"<h2>{title}</h2>{curve(*lines, facts.axis)}"
+    body = f"<h2>{title}</h2>{curve(train, held_out, facts.axis)}"
     body += f"<h2>Evaluations</h2><table><tr><td>step<td>loss<td>sample</tr>{rows}</table>" if rows else ""
     body += f"<h2>What is learned: the marked part</h2>{''.join(f'<pre>{text}</pre>' for text in marked)}"
     body += f"<h2>Before the first step</h2><pre>{report}</pre>"

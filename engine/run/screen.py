@@ -92,7 +92,8 @@ class Screen:
                 stream.flush()
         except OSError as error:
             if self.must_write:
-                raise error if isinstance(error, BrokenPipeError) else StoreError(error.errno, error.strerror, OUTPUT)
+                is_pipe = isinstance(error, BrokenPipeError)
+                raise error if is_pipe else StoreError(error.errno, error.strerror, OUTPUT) from None
             self.is_lost = True
         finally:
             self.waits = False

@@ -74,7 +74,7 @@ def options() -> st.SearchStrategy:
 @given(o=options(), names=st.sets(st.sampled_from(sorted(OPTIONS))))
 def test_yaml_gives_back_the_options_from_any_folder(o, names, tmp_path_factory):
     path, here = tmp_path_factory.getbasetemp() / "config.yaml", Path.cwd()
-    path.write_bytes(config_file.write(replace(o, given=frozenset(names))))
+    path.write_bytes(config_file.write(replace(o, chosen=frozenset(names))))
     assert config_file.is_own(path)
     before = config_file.saved(o)
     os.chdir("/")
@@ -84,7 +84,7 @@ def test_yaml_gives_back_the_options_from_any_folder(o, names, tmp_path_factory)
         assert config_file.changes(again, before) == []
     finally:
         os.chdir(here)
-    assert config_file.given_in(path.read_text()) <= names
+    assert config_file.chosen(path.read_text()) <= names
 
 
 @settings(max_examples=60, deadline=None)
@@ -137,7 +137,7 @@ def test_records_come_back_and_damage_is_seen(step, loss, files, tmp_path_factor
 
 def test_config_lists_first_what_was_chosen(tmp_path):
     o = Options.of({"model": "m", "data": ["x"], "lr": "1e-3"})
-    chosen, _, rest = config_file.write(o).decode().partition(config_file.CHOSEN)
+    chosen, _, rest = config_file.write(o).decode().partition(config_file.REST)
     assert yaml.safe_load(chosen).keys() == {"model", "data", "lr"}
     assert "seed" in yaml.safe_load(rest)
 

@@ -52,7 +52,7 @@ def prepared(o: Options) -> Iterator[Options]:
         words = make_checkpoint(folder / "checkpoint", o.seed)
         screen.say(f"demo     a LLaMA with random weights, a tokenizer of {words} words and eight stories, in {folder}")
         lesson: dict[str, Any] = {"seq_len": 32, "max_steps": STEPS, "batch_size": 8, "lr": 4e-3, "warmup": 0.0}
-        lesson = {name: value for name, value in (lesson | {"schedule": "constant"}).items() if name not in o.given}
+        lesson = {name: value for name, value in (lesson | {"schedule": "constant"}).items() if name not in o.chosen}
         model, data, out = str(folder / "checkpoint"), (str(folder / "stories.txt"),), o.out or str(folder / "out")
         yield replace(o, demo=False, model=model, data=data, out=out, no_pack=True, **lesson)
     finally:

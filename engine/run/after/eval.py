@@ -47,7 +47,7 @@ def losses(o: Eval) -> Iterator[Result]:
         raise InputError("no data is named. Add --data FILE.")
     f = open_finished(o.folder, o.model)
     o = with_defaults(f, o)
-    if "method" not in o.given and not f.cfg.scores and f.run.method in ("reward", "classify"):
+    if "method" not in o.chosen and not f.cfg.scores and f.run.method in ("reward", "classify"):
         o = replace(o, method="sft")
     check_method(o)
     if f.cfg.scores and preference_of(o) and o.method != "reward":

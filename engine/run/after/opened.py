@@ -136,7 +136,7 @@ def open_finished(name: str, model: str | None = None) -> Finished:
 
 def with_defaults(f: Finished, o: O) -> O:
     """The command's options; those of Reading that are not given are the run's, and a line says which."""
-    names = table(Reading).keys() - o.given - {"tokenizer", "chat_template"}  # which Finished.codec takes from the run
+    names = table(Reading).keys() - o.chosen - {"tokenizer", "chat_template"}  # which Finished.codec takes from the run
     values = {name: getattr(f.run, name) for name in table(Reading) if name in names}
     used = [f"{flag(name)} {value}" for name, value in values.items() if value not in (None, False, "")]
     if used:

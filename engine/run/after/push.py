@@ -111,7 +111,7 @@ def card_of(out: Path, name: str, base: str = "") -> str:
     if losses := [record["eval_loss"] for record in read_log(out / "log.jsonl") if "eval_loss" in record]:
         lines += [f"Held-out loss: {losses[0]:.4f} before, {losses[-1]:.4f} after training.", ""]
     local = {name for name, f in config_file.FIELDS.items() if f.metadata["kind"] & {"path", "host"}}
-    values = {name: v for name, v in config_file.saved(o).items() if name in o.given - local - LEFT_OUT}
+    values = {name: v for name, v in config_file.saved(o).items() if name in o.chosen - local - LEFT_OUT}
     text = lambda v: ",".join(map(str, v)) if isinstance(v, list) else "" if v is True else str(v)
     options = [f"{flag(name)} {text(v)}" for name, v in values.items()]
     return "\n".join([*lines, *(["## Options", "", "```", *options, "```", ""] if options else [])])
