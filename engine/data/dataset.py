@@ -29,7 +29,7 @@ from trireme.engine.data.prepare import DataOptions, Preparation, Progress
 from trireme.engine.data.summary import Counts, FileReport, Report, example_text, notes_on
 from trireme.engine.data.tables import class_names
 from trireme.engine.data.taught import Taught, Teacher
-from trireme.engine.data.tokens import TokenFile, decode
+from trireme.engine.data.tokens import TokenFile, decode, tidy
 from trireme.models.config import InputError
 from trireme.storage.temporary import Temporary
 
@@ -95,11 +95,6 @@ class Dataset:
         """Tokens of an epoch."""
         return int(self.pieces["length"].sum())
 
-    def nbytes(self, shared: Path | None = None) -> int:
-        """Bytes on disk, each file counted once, without those in the shared folder."""
-        files = (*self.files, *(self.held_out.files if self.held_out else ()))
-        return sum({file.path: file.nbytes for file in files if file.path.parent != shared}.values())
-
     @property
     def memory(self) -> int:
         """Bytes of RAM of the tables, and of the order of sequences in two epochs."""
@@ -135,12 +130,7 @@ class Dataset:
 
     @cached_property
     def trained(self) -> float:
-        """The share of tokens that are trained; if rows were cut, that of a sample, since answers come last."""
-        if self.options.scored:
-            return len(self.pieces) / self.tokens
-        counts = self.report.counts
-        if counts.tokens == self.tokens:
-            return counts.trained / counts.tokens
+        """The share of tokens that are trained, of a sample."""
         _, labels = self._read(self.pieces[:: max(1, len(self.pieces) // SAMPLED)])
         return float((labels >= 0).mean())
 
@@ -270,7 +260,7 @@ def load_dataset(
     """
     scratch = Temporary("trireme-tokens-") if options.cache is None else None
     folder = scratch.path if scratch else Path(options.cache or "")
-    how = Preparation(options, codec, parse_map(options.map), folder, progress)
+    how = Preparation(options, codec, parse_map(options.map), options.shared or folder, progress)
     named = [Sources([spool(sys.stdin.buffer, folder)], [], []) if text == "-" else find(text) for text in sources]
     train, notes = [file for one in named for file in one.files], [note for one in named for note in one.notes]
     share, val = parse_val(options.val)
@@ -279,11 +269,12 @@ def load_dataset(
         notes.append(f"{names}: not read, as --val is given" if options.val else f"held out, by its name: {names}")
         val = val if options.val else held
     files = tuple(map(how.tokens, train))
+    val_files = tuple(map(how.tokens, val))
+    tidy(how.folder)
     if nowhere := set.intersection(*(set(file.meta["absent"]) for file in files)):
         raise InputError(f"--map names {', '.join(map(repr, sorted(nowhere)))}, a column that no row has. Correct it.")
     rows, held_out, drawn = documents.documents_of(files, options.kind), None, ""
     if val:
-        val_files = tuple(map(how.tokens, val))
         held_out = _lay_out(val, val_files, documents.documents_of(val_files, options.kind), codec, options)
         keys = {file.meta["key"] for file in files}
         notes += [
@@ -344,16 +335,13 @@ def _lay_out(
             f"The first row begins: {example_text(ids, trained, codec)}"
         )
     weighed = documents.weigh(rows, [source.weight for source in named], options.seed)
-    if unused := {*rows["file"].flat} - {*weighed["file"].flat}:
-        source = named[min(unused)]
-        raise InputError(f"{source}:{source.weight:g}: the weight leaves none of its rows. Raise it.")
-    if options.scored and options.long == "split":
-        raise InputError("--long split: a row has one class, and is read as a whole. Take cut, drop or error.")
     fitted = documents.fit(weighed, files, options.seq_len, options.long)
     if not len(fitted.pieces):
         why = "" if all(map(is_text, files)) else ", or answer only after it"
-        limit = f"--seq-len {options.seq_len}{why}. Raise it: {fitted.longest} keeps all."
-        raise InputError(f"no row is left: all are longer than {limit}")
+        raise InputError(
+            f"no row is left: all are longer than --seq-len {options.seq_len}{why}, or their weight leaves none. "
+            f"Raise it: --seq-len {fitted.longest} keeps all."
+        )
     pieces, bounds = documents.packed(fitted.pieces, options.room, options.pack, options.scored)
     n = len(bounds) - 1
     used = float(pieces["length"].sum()) / (n * options.room)

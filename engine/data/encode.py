@@ -10,11 +10,10 @@ import numpy as np
 
 from trireme.engine.data.chat import ChatTemplate, Marked
 from trireme.engine.data.forms import Example, Ids, Text
-from trireme.engine.data.read import CONTEXT, ROW, BadRow
+from trireme.engine.data.read import ROW, BadRow
 from trireme.engine.data.template import Span
 from trireme.engine.data.tokenizer import Tokenizer, Tokens
 
-WINDOW = 1 << 20  # characters of a piece: the library takes about 170 bytes each
 OF_TEXTS = ("said", "unwritten", "beside", "thoughtless")  # counts of Marked
 COUNTED = ("characters", "unknown", *OF_TEXTS, "early", "spaced")
 
@@ -70,19 +69,6 @@ def encode(
     return Encoded(ids, trained, lengths, faults, counts, tuple(unread))
 
 
-def pieces(example: Example) -> Iterator[Example]:
-    """Yields the pieces of a long text, whose tokens joined are those of the whole text; another example as it is."""
-    if not isinstance(example, Text) or example.begins or not WINDOW < len(example.text) <= ROW:
-        yield example
-        return
-    whole, first = example.before + example.text + example.after, len(example.before)
-    end = first + len(example.text)
-    for start in range(first, end, WINDOW):
-        stop = min(start + WINDOW, end)
-        before, after = whole[max(0, start - CONTEXT) : start], whole[stop : stop + CONTEXT]
-        yield Text(whole[start:stop], 0, example.starts and start == first, example.ends and stop == end, before, after)
-
-
 def size(example: Example) -> int:
     """About the number of characters; it bounds a batch and its time. Raises RecursionError."""
     return 4 * len(example.ids) if isinstance(example, Ids) else len(repr(example))
@@ -90,12 +76,13 @@ def size(example: Example) -> int:
 
 def check(text: str) -> None:
     """Raises BadRow where `text` is too long or no Unicode: JSON may hold half of a surrogate pair."""
-    if len(text) > ROW:
-        raise BadRow(f"comes to a text of {len(text):,} characters; the most is {ROW:,}")
+    fault = f"comes to a text of {len(text):,} characters; the most is {ROW:,}" if len(text) > ROW else ""
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise BadRow(f"holds {text[error.start]!r}, half of a surrogate pair, which is not a character") from None
+        fault = f"holds {text[error.start]!r}, half of a surrogate pair, which is not a character"
+    if fault:
+        raise BadRow(fault)
 
 
 def _ids(example: Ids) -> tuple[np.ndarray, np.ndarray]:

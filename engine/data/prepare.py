@@ -15,12 +15,12 @@ from trireme.engine.amounts import count
 from trireme.engine.data.answers import PAIRED, SCORED, Kind, classes_of, read
 from trireme.engine.data.codec import Codec, Died, Numbered, encoded
 from trireme.engine.data.documents import counterparts
-from trireme.engine.data.encode import COUNTED, Encoded, pieces, size
+from trireme.engine.data.encode import COUNTED, Encoded, size
 from trireme.engine.data.find import DataFile, Rows
 from trireme.engine.data.forms import Chat, Example, Ids, Text, with_system
 from trireme.engine.data.read import BadRow, Row
 from trireme.engine.data.template import ALPACA
-from trireme.engine.data.tokens import TokenFile, Writer, decode, digest, key_of, make_room, opened
+from trireme.engine.data.tokens import TokenFile, Writer, decode, digest, key_of, opened
 from trireme.models.config import InputError
 from trireme.storage.untrusted import shown
 
@@ -28,7 +28,6 @@ Progress = Callable[[str, int, int], None]  # (file name, bytes read, size)
 _BATCH_ROWS, _BATCH_CHARACTERS = 1024, 1 << 21
 _FIRST_ROWS = 8  # of the first batch; each has twice as many: templates may take seconds a row
 _NAMED = 20  # unused keys reported
-_ADDED = 100  # tokens that may have been added to a tokenizer
 
 
 @dataclass(frozen=True)
@@ -43,8 +42,8 @@ class DataOptions:
     seed: int = 42
     vocab_size: int | None = None  # of the model
     media: tuple[tuple[int, str], ...] = ()  # tokens of images and the like, which are refused, and their names
-    cache: Path | None = None  # None: temporary
-    shared: Path | None = None  # folder of tokens that runs share; comes first
+    cache: Path | None = None  # folder of the run's own files; None: temporary
+    shared: Path | None = None  # folder of tokens that runs share; None: `cache`
     system: str | None = None  # system message of conversations that have none
     variables: dict[str, Any] = field(default_factory=dict)  # of the chat template; a row's own win
     kind: Kind = ""  # of rows: with answers that are compared, or classes
@@ -81,20 +80,15 @@ class Preparation:
         """The tokens of a file, from the cache or made now. Raises InputError for bad rows, and for token ids beyond
         the model's vocabulary.
         """
-        o, key = self.options, self._key(source)
-        made = (o.shared and opened(o.shared, key)) or opened(self.folder, key)
-        if not made:
-            shares = o.shared and make_room(o.shared, source.size)  # a token takes as many bytes as its text
-            made = _File(self, source).write(o.shared if o.shared and shares else self.folder, key)
-        if o.vocab_size is not None and made.meta["max_id"] >= o.vocab_size:
-            tokens, way_out = self.codec.facts.vocab_size if self.codec else 0, "Name its own: --tokenizer FOLDER."
-            if o.vocab_size < tokens <= o.vocab_size + _ADDED:
-                way_out = f"Or resize the model: model.resize_token_embeddings({tokens}) in transformers. {way_out}"
+        key, most = self._key(source), self.options.vocab_size
+        file = opened(self.folder, key) or _File(self, source).write(self.folder, key)
+        if most is not None and file.meta["max_id"] >= most:
             raise InputError(
-                f"{source} has token id {made.meta['max_id']}, the model's vocabulary is {o.vocab_size}: the tokenizer "
-                f"does not belong to this model. {way_out}"
+                f"{source} has token id {file.meta['max_id']}, the model's vocabulary is {most}: the tokenizer does "
+                "not belong to this model. Name its own: --tokenizer FOLDER; or resize the model to an extended one: "
+                "model.resize_token_embeddings(N) in transformers."
             )
-        return made
+        return file
 
     def _key(self, source: DataFile) -> str:
         o, what, tell = self.options, f"{source.path.name} (checksum)", self.progress or (lambda *_: None)
@@ -156,10 +150,19 @@ class _File:
             if self.options.kind == "labels":
                 self._write_counterparts()
             unused = [shown(key) if key.strip() else "a column without a name" for key in [*self.unused][:_NAMED]]
-            unused += [f"{len(self.unused) - _NAMED:,} others"] if len(self.unused) > _NAMED else []
-            meta = {"unused": unused, "rows": self.n, "bad": self.bad, "first_bad": self.first_bad}
-            meta |= {"name": self.source.path.name, "forms": dict(self.forms.most_common())}
-            return self.writer.finish(meta | {"absent": sorted(self.absent), "counts": dict(self.counts)})
+            unused += ["others"] if len(self.unused) > _NAMED else []
+            return self.writer.finish(
+                {
+                    "name": self.source.path.name,
+                    "rows": self.n,
+                    "bad": self.bad,
+                    "first_bad": self.first_bad,
+                    "forms": dict(self.forms.most_common()),
+                    "unused": unused,
+                    "absent": sorted(self.absent),
+                    "counts": dict(self.counts),
+                }
+            )
         except Died as error:
             raise InputError(f"{self.source} {self.rows.unit} {error.row}: {error}. Leave that row out.") from None
         finally:
@@ -202,10 +205,8 @@ class _File:
             self.counts["tools"] += chat.tools is not None
         weights = (said.weight, -said.weight if self.options.kind == "labels" else said.weight)
         for i, (example, weight, nbytes) in enumerate(zip(examples, weights, sizes, strict=False)):
-            parts = [*pieces(example)]
-            for k, part in enumerate(parts):
-                starts, last = not isinstance(part, Text) or part.starts, i + 1 == len(examples) and k + 1 == len(parts)
-                yield part, _Pending(said.form, weight, 0.0 if i else said.value, starts, last), nbytes // len(parts)
+            starts, last = not isinstance(example, Text) or example.starts, i + 1 == len(examples)
+            yield example, _Pending(said.form, weight, 0.0 if i else said.value, starts, last), nbytes
 
     def _completed(self, example: Example, row: Row) -> Example:
         """An example with --system and --chat-template-kwargs, in a form that the checkpoint can read. Raises
@@ -216,10 +217,8 @@ class _File:
             return example
         if codec is None:
             raise InputError(
-                "the checkpoint has no tokenizer.json, which this data needs. Give --tokenizer FOLDER. transformers "
-                "makes one of tokenizer.model, or of vocab.json and merges.txt: AutoTokenizer.from_pretrained(DIR)"
-                ".save_pretrained(FOLDER); of tekken.json take the same model in Hugging Face's form. Or train on rows "
-                "of input_ids and labels."
+                "the checkpoint has no tokenizer.json, which this data needs. Give --tokenizer FOLDER; "
+                "transformers makes one of older files: AutoTokenizer.from_pretrained(DIR).save_pretrained(FOLDER)."
             )
         if isinstance(example, Chat):
             example = with_system(example, o.system) if o.system else example
@@ -244,15 +243,11 @@ class _File:
 
     def _judge(self) -> None:
         """Raises InputError if rows are bad, or none is good."""
-        rows = count(self.n, "row")
-        if self.n == 0:
-            raise InputError(f"{self.source} holds no rows. Name another file with --data.")
-        first = f"{self.source} {self.first_bad.rstrip('.')}"
-        if self.bad >= self.n:
-            raise InputError(f"{first}. " + ("It is the only row." if self.n == 1 else f"All {rows} are bad."))
-        if self.hopeless:
-            verb = "is" if self.bad == 1 else "are"
-            raise InputError(f"{first}. {self.bad:,} of {rows} {verb} bad; --skip-bad drops and counts them.")
+        if not self.hopeless and self.bad < self.n:
+            return
+        counts = f" {self.bad:,} of {count(self.n, 'row')} bad" if self.bad else " Name another file with --data"
+        skip = "; --skip-bad drops and counts them" if self.bad < self.n else ""
+        raise InputError(f"{self.source} {self.first_bad.rstrip('.') or 'holds no rows'}.{counts}{skip}.")
 
     # ------------------------------------------------ tokens
 

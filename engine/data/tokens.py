@@ -1,14 +1,13 @@
 """Tokenized documents on disk: written once, and used only if complete.
 
-A key is a hash of all that decides the content. KEY.tokens holds ids, the top bit: trained. KEY.npz, which is written
-last and so marks completeness, holds tables of the documents, what is to be reported, and the checksum of the tokens.
+A key is a hash of all that decides the content, so that runs can share a folder. KEY.tokens holds ids, the top bit:
+trained. KEY.npz, which is written last, holds tables of the documents, the report, and the checksum of the tokens.
 
 Files are read, not mapped: if a mapped file is truncated, the process is killed.
 """
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import hashlib
 import json
@@ -19,6 +18,7 @@ import weakref
 import zlib
 from array import array
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from trireme.storage.files import StoreError, sync_folder
 from trireme.storage.temporary import Temporary
 
 VERSION = 2  # of what rows become: raise it when equal rows get other tokens or masks
-SHARE = 20  # a shared folder takes at most a twentieth of its drive
+SHARE = 20  # of a drive, tokens take at most a twentieth
 _BLOCK = 1 << 22
 _NAME = re.compile(r"[0-9a-f]{24}\.(npz|tokens)")
 _TABLES = ("offsets", "trained", "weights", "values")
@@ -77,22 +77,14 @@ class TokenFile:
     def lengths(self) -> np.ndarray:
         return np.diff(self.offsets)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes on the drive."""
-        return int(self.offsets[-1]) * self.dtype.itemsize
-
     def values_at(self, starts: np.ndarray) -> np.ndarray:
         """Values of the documents in which these tokens are, float64."""
         return self.values[np.searchsorted(self.offsets, starts, side="right") - 1]
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Tokens [start, stop) as stored, for `decode`. Raises StoreError."""
+        """Tokens [start, stop) as stored, for `decode`. Raises OSError; StoreError if the file was cut."""
         size = self.dtype.itemsize
-        try:
-            block = os.pread(self.fd, (stop - start) * size, start * size)
-        except OSError as error:
-            raise StoreError(error.errno, error.strerror, str(self.path)) from error
+        block = os.pread(self.fd, (stop - start) * size, start * size)
         if len(block) < (stop - start) * size:
             raise StoreError(errno.EIO, "was cut while the run was reading it", str(self.path))
         return np.frombuffer(block, self.dtype)
@@ -109,7 +101,7 @@ def _top_bit(dtype: np.dtype) -> int:
 
 
 class Writer:
-    """Writes a file of tokens: `add` documents, then `finish` or `close`."""
+    """Writes a file of tokens: `add` documents, then `finish`; `close` in the end."""
 
     def __init__(self, folder: Path, key: str, vocabulary: int):
         """`vocabulary`: larger than all ids, at most 1 << 31."""
@@ -147,34 +139,31 @@ class Writer:
             table.pop()
 
     def written(self) -> TokenFile:
-        """What was added so far, while the writer is open."""
+        """The documents so far."""
         self._file.flush()
         offsets = np.concatenate([[0], np.cumsum(self._lengths, dtype=np.int64)])
         meta = {"key": self._key, "dtype": self._dtype.str, "max_id": max(self._largest, default=-1)}
-        tables = map(np.array, (self._trained, self._weights, self._values))
-        return TokenFile(self._scratch.path / "tokens", self._file.fileno(), self._dtype, meta, offsets, *tables)
+        tables = dict(zip(_TABLES, map(np.array, (offsets, self._trained, self._weights, self._values)), strict=True))
+        return _open(self._scratch.path / "tokens", meta, tables)
 
     def finish(self, meta: dict[str, Any]) -> TokenFile:
-        """Gives the file its name and opens it. Raises OSError."""
-        file = self.written()
+        """The documents, under their final name, with `meta`. Raises OSError."""
+        file, path = self.written(), self._folder / f"{self._key}.tokens"
+        file.meta.update(meta | {"crc32": _crc_of(file.fd)})
         os.fsync(file.fd)
-        text = json.dumps(meta | file.meta | {"crc32": _crc_of(file.fd)}).encode()
-        tables = {name: getattr(file, name) for name in _TABLES} | {"meta": np.frombuffer(text, np.uint8)}
+        tables = {name: getattr(file, name) for name in _TABLES}
         with (self._scratch.path / "npz").open("wb") as npz:
-            np.savez(npz, **tables)
+            np.savez(npz, meta=np.frombuffer(json.dumps(file.meta).encode(), np.uint8), **tables)
             npz.flush()
             os.fsync(npz.fileno())
         for kind in ("tokens", "npz"):  # the same bytes, if another process makes them meanwhile
-            (self._scratch.path / kind).rename(self._folder / f"{self._key}.{kind}")
+            (self._scratch.path / kind).rename(path.with_suffix(f".{kind}"))
         sync_folder(self._folder)
-        made = opened(self._folder, self._key)
-        if made is None:
-            raise OSError(errno.EIO, "what was written cannot be read back", str(self._folder / f"{self._key}.tokens"))
-        return made
+        return _open(path, file.meta, tables)
 
     def close(self) -> None:
         """Removes what is not finished."""
-        with contextlib.suppress(OSError):  # the buffer may not fit on the disk either
+        with suppress(OSError):  # the buffer may not fit on the disk either
             self._file.close()
         self._scratch.close()
 
@@ -186,18 +175,23 @@ def opened(folder: Path, key: str) -> TokenFile | None:
         with np.load(path.with_suffix(".npz"), allow_pickle=False) as file:  # it compares a checksum of each table
             meta = json.loads(file["meta"].tobytes())
             tables = {name: file[name] for name in _TABLES}
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        made = _open(path, meta, tables)
+        nbytes = int(made.offsets[-1]) * made.dtype.itemsize
+        if meta["key"] != key or os.fstat(made.fd).st_size != nbytes or _crc_of(made.fd) != meta["crc32"]:
+            return None
     except Exception:  # whatever a damaged archive raises
         return None
-    made = TokenFile(path, fd, np.dtype(meta["dtype"]), meta, **tables)
-    weakref.finalize(made, os.close, fd)
-    with contextlib.suppress(OSError):
-        if meta["key"] != key or os.fstat(fd).st_size != made.nbytes or _crc_of(fd) != meta["crc32"]:
-            return None
-        with contextlib.suppress(OSError):
-            os.utime(path.with_suffix(".npz"))  # when it was used last
-        return made
-    return None
+    for used in (path, path.with_suffix(".npz")):
+        with suppress(OSError):
+            os.utime(used)
+    return made
+
+
+def _open(path: Path, meta: dict[str, Any], tables: dict[str, np.ndarray]) -> TokenFile:
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    file = TokenFile(path, fd, np.dtype(meta["dtype"]), meta, **tables)
+    weakref.finalize(file, os.close, fd)
+    return file
 
 
 def _crc_of(fd: int) -> int:
@@ -207,25 +201,14 @@ def _crc_of(fd: int) -> int:
     return crc
 
 
-def make_room(folder: Path, nbytes: int) -> bool:
-    """Whether a shared folder, made if it is missing, can take another file. Removes those that were not used for
-    longest where the folder would exceed its share of the drive.
+def tidy(folder: Path) -> None:
+    """Removes the files that were not used for longest, where the folder exceeds its share of the drive. A run that
+    has one open can read it still.
     """
-    used = dict[str, tuple[float, int]]()
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        disk = shutil.disk_usage(folder)
-        room = disk.total // SHARE - nbytes
-        if room < 0 or nbytes > disk.free // 2:
-            return False
-        for path in folder.iterdir():
-            if _NAME.fullmatch(path.name):
-                status, (last, size) = path.stat(), used.get(path.stem, (0.0, 0))
-                used[path.stem] = max(last, status.st_mtime), size + status.st_size
-        for name, (_, size) in sorted(used.items(), key=lambda item: item[1], reverse=True):
-            room -= size
-            for kind in ("npz", "tokens") if room < 0 else ():
-                (folder / f"{name}.{kind}").unlink(missing_ok=True)
-    except OSError:  # other runs remove some, too
-        return False
-    return True
+    with suppress(OSError):  # other runs remove some, too
+        room = shutil.disk_usage(folder).total // SHARE
+        files = [(path.stat(), path) for path in folder.iterdir() if _NAME.fullmatch(path.name)]
+        for status, path in sorted(files, key=lambda file: file[0].st_mtime, reverse=True):
+            room -= status.st_size
+            if room < 0:
+                path.unlink()

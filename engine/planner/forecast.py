@@ -55,7 +55,6 @@ class Files:
     copied: str = "the checkpoint's, or a copy"  # why they take space on the SSD; "": read from the checkpoint
     best: bool = False  # a checkpoint of the best weights is written in addition to the last
     exact: bool = False  # the checkpoint is written from fp32 masters
-    tokens: int = 0  # the tokenized data
     held: int = 0  # bytes of these files and of the state that the run has on the drives already
     keep: int = 1
     apart: int = 0  # checkpoints of single steps
@@ -197,7 +196,6 @@ class Forecast:
             "export": export + files.merged,
             "best": 2 * export * files.best,  # and the one that the last snapshot names
             "apart": export * files.apart,
-            "tokens": files.tokens,
             "frozen": self.frozen_on_ssd * bool(files.copied),
             "scratch": self.scratch,
         }

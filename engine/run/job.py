@@ -435,7 +435,6 @@ def in_force(o: Options, cfg: ModelConfig, data: Dataset | None, plan: Plan) -> 
 def files_of(o: Options, opened: Opened, data: Dataset | None, work: Work) -> Files:
     """What the run has on drives, and will have, besides training state."""
     cfg, source, out = opened.cfg, opened.source, Path(o.out)
-    tokens = data.nbytes(shared_tokens()) if data else 0
     held = [file for d in folder.stores(o) for file in version_files(d)]
     held += [file for kind in (f"{folder.RUN}/best-*", "step-*") for file in out.glob(f"{kind}/*.safetensors")]
     dtypes = {t.dtype for name in opened.stored.values() if (t := source.tensors.get(name))}
@@ -443,8 +442,7 @@ def files_of(o: Options, opened: Opened, data: Dataset | None, work: Work) -> Fi
         export=4 * sum(map(math.prod, adapter_shapes(cfg).values())) if cfg.lora else source.nbytes,
         merged=source.nbytes * o.merge,
         best=data is not None and data.held_out is not None,
-        tokens=tokens,
-        held=sum(file.stat().st_blocks * 512 for file in held) + (0 if o.dry_run else tokens),
+        held=sum(file.stat().st_blocks * 512 for file in held),
         keep=o.keep,
         apart=o.export_every.times(0, work.steps),
         read=read_for_base(source) if o.base else 0,

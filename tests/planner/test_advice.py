@@ -62,7 +62,7 @@ def test_what_a_change_promises_is_what_a_plan_for_it_reaches():
 
 @pytest.mark.full
 def test_a_change_for_which_the_drives_have_no_room_is_not_advised():
-    f = forecast("gpu=rtx4090,ram=48GiB,ssd=2TB@7/5", files=Files(tokens=10**12))
+    f = forecast("gpu=rtx4090,ram=48GiB,ssd=2TB@7/5", files=Files(merged=10**12))
     full = replace(f, machine=replace(f.machine, ssd=f.disk() + f.machine.reserve - 1))
     with pytest.raises(DoesNotFit, match="Raise ssd to"):
         check_drive(full)
