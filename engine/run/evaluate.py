@@ -179,7 +179,9 @@ def with_reference(run: Training, stopped: Stopped) -> None:
         began, known = time.monotonic(), known if len(known) < total else np.zeros(0)
         keep = lambda logps: _write(places[0], key, logps) if writes else None
         with screen.clock().at("reference"), run.watched("the reference"):
-            known = Evaluator(run.engine, job.rows, job.seq_len, job.n_micro).logps(data, known, keep, stopped)
+            known = Evaluator(run.engine, job.rows, job.options.seq_len or 0, job.n_micro).logps(
+                data, known, keep, stopped
+            )
         keep(known)
         if len(known) < total:
             raise KeyboardInterrupt

@@ -6,8 +6,7 @@ import json
 import math
 import shutil
 import time
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import date
@@ -103,21 +102,12 @@ class Job:
         return self.device.type == "cuda"
 
     @property
-    def parameters(self) -> int:
-        return shapes.parameters(self.cfg)
-
-    @property
     def preference(self) -> Preference | None:
         return preference_of(self.options)
 
     @property
     def total_steps(self) -> int:
         return self.work.steps
-
-    @property
-    def seq_len(self) -> int:
-        assert self.options.seq_len is not None
-        return self.options.seq_len
 
     @property
     def rows(self) -> int:
@@ -145,12 +135,19 @@ class Job:
 
     def fixed(self, begun: Snapshot | None) -> Fixed:
         """What a resumed run keeps of this one; checksums of files are those that it began with."""
-        then = begun.fixed if begun else None
+        then, o = begun.fixed if begun else None, self.options
         return Fixed(
-            self.plan, self.options.batch_size, self.rows, self.seq_len, config_of(self.cfg), tensors_of(self.source),
-            fingerprint(self.data), self.date, tuned.digest(self.launches), dict(then.base) if then else {},
-            then.reference if then else "", then.teacher if then else "",
-        )  # fmt: skip
+            self.plan,
+            o.batch_size,
+            self.rows,
+            o.seq_len or 0,
+            config_of(self.cfg),
+            tensors_of(self.source),
+            fingerprint(self.data),
+            self.date,
+            tuned.digest(self.launches),
+            *((dict(then.base), then.reference, then.teacher) if then else ({}, "", "")),
+        )
 
 
 def make(o: Options, begun: Snapshot | None = None, by_rule: bool = False) -> Job:
@@ -162,12 +159,12 @@ def make(o: Options, begun: Snapshot | None = None, by_rule: bool = False) -> Jo
     fixed, clock, group = begun.fixed if begun else None, screen.clock(), here()
     check_options(o, begun)
     today = fixed.date if fixed else group.texts(date.today().isoformat())[0]
+    changed = f"--resume {o.out}: {{}} is not what the run began with. {{}}."
     with clock.at("headers"):
         opened = open_model(o, today)
         o = replace(o, labels=opened.labels, seq_len=sequence_length(o, opened.cfg))
         if fixed and (config_of(opened.cfg), tensors_of(opened.source)) != (fixed.config, fixed.tensors):
-            way = "Name the checkpoint that it began with, as it was."
-            raise InputError(f"--resume {o.out}: {o.model} is not what the run began with. {way}")
+            raise InputError(changed.format(o.model, "Name the checkpoint that it began with, as it was"))
     with clock.at("probe"):
         device, limits, assumed = computer(o, opened.cfg)
         launches = {} if assumed else tuned.stored(device)
@@ -180,20 +177,19 @@ def make(o: Options, begun: Snapshot | None = None, by_rule: bool = False) -> Jo
     with clock.at("tokens"):
         data = read_data(o, opened)
     opened = in_wording(o, opened, data)
-    if fixed and data and fingerprint(data) != fixed.data:
-        way, now = (
-            f"Restore it; or train its result: trireme {o.out} --data FILE once it is finished",
+    if begun and data and fingerprint(data) != begun.fixed.data:
+        now, rows = (
             config_file.saved(o),
+            [name for name, f in config_file.FIELDS.items() if "rows" in f.metadata["kind"]],
         )
-        rows = [name for name, f in config_file.FIELDS.items() if "rows" in f.metadata["kind"]]
-        if other := [flag(name) for name in rows if begun and now[name] != begun.options.get(name)]:
-            way = f"Leave {', '.join(other)} out"
-        raise InputError(f"--resume {o.out}: the data is not what the run began with. {way}.")
+        other = ", ".join(flag(name) for name in rows if now[name] != begun.options.get(name))
+        way = f"Leave {other} out" if other else "Restore it, or train its result once it is finished"
+        raise InputError(changed.format("the data", way))
     planner, stores = replace(planner, limits=less_tables(limits, data, o, opened.cfg)), folder.stores(o)
     o, work = with_work(o, data, room)
     if begun and work.steps < begun.progress.step:
-        way = "Give more: --max-steps or --epochs."
-        raise InputError(f"--resume {o.out}: the run is at step {begun.progress.step:,}. {way}")
+        at = f"the run is at step {begun.progress.step:,}"
+        raise InputError(f"--resume {o.out}: {at}. Give more: --max-steps or --epochs.")
     files, limits = files_of(o, opened, data, work), planner.limits_for(work.sequences)
     with clock.at("probe"):
         machine = assumed or this_machine(device, planner.dtype, limits, stores, opened.cfg.fp8, opened.cfg.scan)
@@ -217,36 +213,27 @@ def make(o: Options, begun: Snapshot | None = None, by_rule: bool = False) -> Jo
 
 def check_options(o: Options, begun: Snapshot | None) -> None:
     """Raises InputError for options that do not go together, or that a resumed run cannot change."""
-    if wrong := next(_contradictions(o, begun), ""):
+    stores, away = {Path(d).resolve() for d in o.store}, f"--shape {o.shape}" if o.shape else "--assume"
+    shared = len(stores) < len(o.store) or stores & {Path(o.out or "?").resolve(), Path("/")}
+    compared = o.data and (o.export == "best" or o.patience)
+    table = [
+        (not (o.model or o.shape), "no checkpoint given. Try: trireme CHECKPOINT --data FILE, or --demo, or --help."),
+        (o.shape and o.model, f"--shape {o.shape} plans for a model that is not here: leave {o.model} out."),
+        ((o.shape or o.assume) and not o.dry_run, f"{away} plans for what is not here. Add --dry-run."),
+        (not (o.data or o.dry_run), "no data given. Name it: --data FILE (.jsonl .json .csv .txt .parquet)."),
+        (compared and not o.val, "--export best and --patience need the loss on held-out data. Give --val."),
+        (o.long == "split" and o.method != "sft", f"--long split: --method {o.method} reads whole answers. Take cut."),
+        (shared, f"--store {','.join(o.store)}: name a folder of its own on each drive, and not --out."),
+        (o.teacher and here().hosts > 1, "--teacher: runs with one are on one host. Start it without torchrun."),
+    ]
+    now, before = (config_file.saved(o), begun.options) if begun else ({}, {})
+    for name, f in config_file.FIELDS.items() if begun else ():
+        was = before.get(name)
+        changed = "run" in f.metadata["kind"] and getattr(o, name) != f.default and now[name] != was
+        table.append((changed, f"{flag(name)} {now.get(name)}: the run began with {was or 'none'}. Leave it out."))
+    if wrong := next((line for is_wrong, line in table if is_wrong), ""):
         raise InputError(wrong)
     check_method(o)
-
-
-def _contradictions(o: Options, begun: Snapshot | None) -> Iterator[str]:
-    if not (o.model or o.shape):
-        yield "no checkpoint given. Try: trireme CHECKPOINT --data FILE, or --demo, or --help."
-    if o.shape and o.model:
-        yield f"--shape {o.shape} plans for a model that is not here: leave {o.model} out."
-    if (o.shape or o.assume) and not o.dry_run:
-        what = f"--shape {o.shape} plans for a model" if o.shape else "--assume plans for a machine"
-        yield f"{what} that is not here. Add --dry-run."
-    if not o.data and not o.dry_run:
-        yield "no data given. Name it: --data FILE (.jsonl .json .csv .txt .parquet)."
-    if (o.export == "best" or o.patience) and not o.val and o.data:
-        yield "--export best and --patience need the loss on held-out data. Give --val."
-    if o.long == "split" and o.method != "sft":
-        yield f"--long split: --method {o.method} reads whole answers. Take cut, drop or error."
-    stores = {Path(d).resolve() for d in o.store}
-    if len(stores) < len(o.store) or Path(o.out or "?").resolve() in stores or Path("/") in stores:
-        yield f"--store {','.join(o.store)}: name a folder of its own on each drive, and not --out."
-    if o.teacher and here().hosts > 1:
-        yield "--teacher: runs with one are on one host. Start it without torchrun."
-    before = begun.options if begun else {}
-    for name, value in config_file.saved(o).items() if begun else ():
-        option = config_file.FIELDS[name]
-        if "run" in option.metadata["kind"] and getattr(o, name) != option.default and value != before.get(name):
-            began = f"the run began with {before.get(name) or 'none'}"
-            yield f"{flag(name)} {value}: {began}, which cannot change. Leave it out."
 
 
 def config_of(cfg: ModelConfig) -> dict[str, Any]:
@@ -289,8 +276,7 @@ def tokens_of_a_sequence(o: Options) -> int:
 
 def shared_tokens() -> Path | None:
     """The folder of tokens that all runs of this user share."""
-    place = cache_folder()
-    return place / "tokens" if place else None
+    return place / "tokens" if (place := cache_folder()) else None
 
 
 def bytes_of(o: Options) -> int:
@@ -335,8 +321,7 @@ def computer(o: Options, cfg: ModelConfig) -> tuple[torch.device, Limits, Machin
         here().agree("GPUs", {"--device": model_of(device)}, "Unequal ones round differently: use equal ones")
     limits = common_limits(o, limits, device)
     if limits.gpus > cfg.n_layers:
-        blocks = count(cfg.n_layers, "block")
-        raise InputError(f"--gpus {limits.gpus}: the model has {blocks}, a GPU computes one at least.")
+        raise InputError(f"--gpus {limits.gpus}: the model has {count(cfg.n_layers, 'block')}. Take as many at most.")
     if device.type == "cuda" and (wrong := _unfit(cfg, o.dtype, device, assumed)):
         raise InputError(wrong)
     return device, limits, assumed
@@ -349,14 +334,11 @@ def _unfit(cfg: ModelConfig, dtype: str, device: torch.device, assumed: Machine 
 
     most = widest_head(torch.float32 if dtype == "fp32" else torch.bfloat16)
     if cfg.widest_head > most:
-        wide, inside = f"the model has heads of {cfg.widest_head}", " in fp32" if dtype == "fp32" else ""
-        return f"{wide}, and a GPU computes heads of {most}{inside} at most. Add --device cpu."
+        return f"the model has heads of {cfg.widest_head}, and a GPU computes heads of {most}. Add --device cpu."
     if cfg.fp8 and (assumed.rates.fp8 == 0 if assumed else torch.cuda.get_device_capability(device) < (8, 9)):
         return "--dtype fp8: this GPU multiplies no fp8; Ada, Hopper and newer do. Leave it out."
-    if not assumed and (why := why_none()):
-        needs = "Triton needs a C compiler and Python's headers to launch kernels on a GPU"
-        return f"{needs} ({why.rstrip('.')}). Install them: gcc and python3-dev."
-    return ""
+    why = "" if assumed else why_none()
+    return f"Triton compiles no kernel here ({why.rstrip('.')}). Install gcc and python3-dev." if why else ""
 
 
 def common_limits(o: Options, limits: Limits, device: torch.device) -> Limits:
@@ -376,11 +358,11 @@ def common_limits(o: Options, limits: Limits, device: torch.device) -> Limits:
 
 
 def sequence_length(o: Options, cfg: ModelConfig) -> int:
-    seq_len = o.seq_len or min(2048, cfg.max_positions)
-    if seq_len > cfg.max_positions:
-        may_extend = cfg.rotates and not cfg.indexed
-        longer = f", or extend them: --rope-factor {-(-seq_len // cfg.max_positions)}" if may_extend else ""
-        raise InputError(f"--seq-len {seq_len}: the model has {cfg.max_positions} positions. Lower it{longer}.")
+    """Tokens of a sequence. Raises InputError."""
+    seq_len, most = o.seq_len or min(2048, cfg.max_positions), cfg.max_positions
+    if seq_len > most:
+        longer = f", or extend them: --rope-factor {-(-seq_len // most)}" if cfg.rotates and not cfg.indexed else ""
+        raise InputError(f"--seq-len {seq_len}: the model has {most} positions. Lower it{longer}.")
     return seq_len
 
 
@@ -445,18 +427,9 @@ def files_of(o: Options, opened: Opened, data: Dataset | None, work: Work) -> Fi
         held=sum(file.stat().st_blocks * 512 for file in held),
         keep=o.keep,
         apart=o.export_every.times(0, work.steps),
-        read=read_for_base(source) if o.base else 0,
+        read=2 * source.nbytes if o.base else 0,  # for codes and for scales
         exact=bool(cfg.lora) or dtypes != {"BF16"},
     )
-
-
-def read_for_base(source: Source) -> int:
-    """Bytes read to quantize a base: the checkpoint twice, for codes and for scales; into a file once, which is read. A
-    file that is there is read twice, the first time for its checksum.
-    """
-    if isinstance(source, Cached):
-        return source.file_bytes + (source.file_bytes if source.is_made() else source.nbytes)
-    return 2 * source.nbytes
 
 
 def check_room(job: Job) -> None:
@@ -470,15 +443,13 @@ def check_room(job: Job) -> None:
     wanted = [(job.out, part["export"] + part["best"] + part["apart"]), *((d, state // len(stores)) for d in stores)]
     if isinstance(job.source, Cached) and not job.source.is_made():
         wanted.append((stores[0], job.source.file_bytes))
-    needs, places = Counter[int](), {drive_of(place): place for place, need in wanted if need}
     for place, need in wanted:
-        needs[drive_of(place)] += need
-    for drive, place in places.items():
+        total = sum(other for at, other in wanted if drive_of(at) == drive_of(place))
         disk = shutil.disk_usage(existing(place))
         free = disk.free - on_ssd * reserved(disk.total)
-        if needs[drive] > free:
+        if need and total > free:
             way = "Free some, name another drive with --out or --store, or save less often with --save-every"
-            raise DoesNotFit(f"{place}: the run writes {gb(needs[drive])} there, {gb(max(0, free))} are free. {way}.")
+            raise DoesNotFit(f"{place}: the run writes {gb(total)} there, {gb(max(0, free))} are free. {way}.")
 
 
 # ---------------------------------------------------------------- what would fit
@@ -490,13 +461,15 @@ def alternatives(o: Options) -> str:
     """A sentence that offers what would fit, each with its step: 8-bit moments, adapters, a quantized base (the more
     exact first), a smaller step if nothing else fits.
     """
+    if o.resume or o.plan:
+        return ""
     frozen = bool(o.lora or o.adapter or o.freeze or o.train)
     lora: dict[str, Any] = {} if frozen else {"lora": RANK}
     tries: list[dict[str, Any]] = [] if frozen else [{"adam_bits": 8}, lora]
     tries += [lora | {"base": base} for base in ("fp8", "nf4") if o.base is None]
     tries += [(tries or [{}])[-1] | {"batch_size": o.batch_size // k} for k in (2, 4, 8, 16) if o.batch_size >= k]
     fitting = list[str]()
-    for change in tries if not (o.resume or o.plan) else ():
+    for change in tries:
         if fitting and change.keys() & {"base", "batch_size"} or o.adam_bits == change.get("adam_bits", 0):
             continue
         with suppress(DoesNotFit, InputError, OSError):

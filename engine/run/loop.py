@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from trireme.engine.amounts import compact, count, duration
+from trireme.engine.amounts import count, duration
 from trireme.engine.build import Ahead, Inputs, InRam, dealt, in_ram, with_dropout
 from trireme.engine.check.tuned import in_use
 from trireme.engine.data.dataset import Dataset, MicroBatch, parse_val
@@ -251,7 +251,7 @@ class Run:
             stack.push(lambda _, error, __: tell_hosts(error))
             self.load()
             job = self.job
-            self.evaluator = Evaluator(self.training.engine, job.rows, job.seq_len, job.n_micro)
+            self.evaluator = Evaluator(self.training.engine, job.rows, job.options.seq_len or 0, job.n_micro)
             with stop_signals(self.stop.ask, self.stop.insist), closing(Ahead(self.batch)) as ahead:
                 self.steps(ahead)
                 self.end()
@@ -487,7 +487,7 @@ class Run:
         job, o = self.job, self.job.options
         if here().host:
             return
-        name = f"{Path(o.out).resolve().name}: a run of {hub.title(o.model)}, {compact(job.parameters)} parameters"
+        name = f"{Path(o.out).resolve().name}: a run of {hub.title(o.model)}"
         axis = f"loss of {o.method}" if o.method != "sft" else "loss (nats per token)"
         with self.training.watched("report"):
             examples = [job.data.example(k) for k in range(min(EXAMPLES, len(job.data.pieces)))]

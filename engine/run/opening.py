@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,7 @@ from trireme.models.config import (
     scored,
 )
 from trireme.models.losses.preferences import METHODS, Preference
-from trireme.storage.auxiliary import CONFIG, TEMPLATE, auxiliary_files, content_of
+from trireme.storage.auxiliary import auxiliary_files, content_of
 from trireme.storage.checkpoint import Source
 
 # Options that belong to some methods, need one of other options, or exclude some.
@@ -143,20 +144,14 @@ def in_wording(o: Options, opened: Opened, data: Dataset | None) -> Opened:
     """`opened` with a chat template for the output if rows of alpaca were read in their own wording: then `sample` and
     other programs ask as the rows do.
     """
-    facts = opened.codec.facts if opened.codec else None
-    if (
-        data is None
-        or facts is None
-        or facts.template
-        or not any("alpaca" in file.meta["forms"] for file in data.report.files)
-    ):
+    is_alpaca = data is not None and any("alpaca" in file.meta["forms"] for file in data.report.files)
+    if not is_alpaca or opened.codec is None or opened.codec.facts.template:
         return opened
     codec = load_codec(o.tokenizer or o.model, "alpaca")
     assert codec is not None
-    files = auxiliary_files(Path(o.tokenizer or o.model), None, codec.facts.chosen)
-    codec.close()
-    files = opened.source.auxiliary | {name: files[name] for name in (TEMPLATE, CONFIG) if name in files}
-    return replace(opened, source=replace(opened.source, auxiliary=files))
+    with closing(codec):
+        source = as_written(replace(o, chat_template="alpaca"), opened.cfg, opened.source, codec)
+    return replace(opened, source=source)
 
 
 def is_absent(o: Options) -> bool:
@@ -166,21 +161,19 @@ def is_absent(o: Options) -> bool:
 
 def check_method(o: Method) -> None:
     """Raises InputError for options that do not belong together."""
-    if wrong := next(_contradictions({f.name: getattr(o, f.name) for f in fields(o)}), ""):
-        raise InputError(wrong)
-
-
-def _contradictions(values: Mapping[str, Any]) -> Iterator[str]:
-    is_set = lambda name: values.get(name) not in (None, (), False, "", 0.0)
-    for name in filter(is_set, values):
+    values = {f.name: value for f in fields(o) if (value := getattr(o, f.name)) not in (None, (), False, "", 0.0)}
+    wrong = list[str]()
+    for name in values:
         methods, needs = OF_METHODS.get(name, ALL), NEED.get(name, "").split()
-        if values["method"] not in methods:
-            yield f"{flag(name)} is for --method {' or '.join(methods)}. Leave it out."
-        if needs and not any(map(is_set, needs)):
-            first = flag(needs[0]) + " 16" * (needs[0] == "lora")
-            yield f"{flag(name)} is for {' or '.join(map(flag, needs))}. Add {first}, or leave it out."
-        for other in filter(is_set, WITHOUT.get(name, "").split()):
-            yield f"{flag(other)} does not go with {flag(name)}. Leave one of them out."
+        if o.method not in methods:
+            wrong.append(f"{flag(name)} is for --method {' or '.join(methods)}. Leave it out.")
+        if needs and values.keys().isdisjoint(needs):
+            way = " or ".join(map(flag, needs)) + "."
+            wrong.append(f"{flag(name)} is for {way} Add --{needs[0]}{' 16' * (needs[0] == 'lora')}, or leave it out.")
+        for other in values.keys() & WITHOUT.get(name, "").split():
+            wrong.append(f"{flag(other)} does not go with {flag(name)}. Leave one of them out.")
+    if wrong:
+        raise InputError(wrong[0])
 
 
 # ---------------------------------------------------------------- what is trained
@@ -205,8 +198,7 @@ def lora_of(o: Options, cfg: ModelConfig, adapter: Adapter | None) -> Lora:
         dropout = o.lora_dropout or 0.0
     if cfg.experts is not None and lora.adapts(cfg.names.mlp.experts):
         if o.lora_dropout:
-            way = "Leave it out, or name other matrices: --lora-targets."
-            raise InputError(f"--lora-dropout: adapters of experts have none, as in peft. {way}")
+            raise InputError("--lora-dropout: adapters of experts have none, as in peft. Leave it out.")
         dropout = 0.0
     return replace(lora, dropout=dropout)
 
@@ -225,12 +217,10 @@ def parameters(method: str) -> list[str]:
 
 
 def teaching_of(o: Options, vocab: int) -> Teaching | None:
-    """The loss with a teacher; None without one. Raises InputError."""
+    """The loss with a teacher, whose scores on disk have their own top-k; None without one. Raises InputError."""
     if not o.teacher:
         return None
     k = read_names(o.teacher).k if is_scores(o.teacher) else min(o.top_k or TOP_K, vocab)
-    if o.top_k not in (None, k) and is_scores(o.teacher):
-        raise InputError(f"--top-k {o.top_k}: {o.teacher} has {k} tokens of each. Leave it out.")
     return Teaching(k, 0.5 if o.distill_weight is None else o.distill_weight, o.temperature or 1.0)
 
 
@@ -272,17 +262,13 @@ def pad_of(o: Options, codec: Codec | None) -> int | None:
 
 def _notes(o: Options, raw: Mapping[str, Any], cfg: ModelConfig, adapter: Adapter | None) -> Iterator[str]:
     """What config.json names and is not used; what one may not expect of --adapter."""
-    code, named = raw.get("auto_map"), raw.get("architectures")
+    code, names = raw.get("auto_map"), raw.get("architectures")
+    named = str(names[0])[:80] if isinstance(names, list) and names else ""
     if isinstance(code, dict) and any(name.startswith("AutoModel") for name in code):
         yield f"config.json refers to custom code, which is never run: it is read as transformers' {cfg.model_type}"
-    if isinstance(named, list) and named and not str(named[0]).endswith(ENDS):
-        yield f"config.json names {str(named[0])[:80]}: it is read as transformers' language model {cfg.model_type}"
-    if adapter is None:
-        return
-    if Path(adapter.base).name != hub.title(o.model):
+    elif named and not named.endswith(ENDS):
+        yield f"config.json names {named}: it is read as transformers' language model {cfg.model_type}"
+    if adapter and Path(adapter.base).name != hub.title(o.model):
         yield f"--adapter was made for {adapter.base or 'a model without a name'}, not for {o.model}"
-    if (least := min(adapter.ranks.values())) < (most := adapter.lora.rank):
-        yield f"--adapter has ranks from {least} to {most}: all are written in rank {most}, with zeros behind"
-    if adapter.absent:
-        names = folded(cfg, adapter.absent)
-        yield f"--adapter has nothing for {', '.join(names[:4])}{' ...' * (len(names) > 4)}: these stay without"
+    if adapter and adapter.absent:
+        yield f"--adapter has nothing for {', '.join(folded(cfg, adapter.absent))[:200]}: these stay without"

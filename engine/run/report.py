@@ -96,7 +96,7 @@ def _model(job: Job) -> list[str]:
     head = f", score head ({of_head(cfg)})" if cfg.scores else ", tied head" if cfg.tied else ""
     where = f"of the shape {job.options.shape}" if job.options.shape else "by config.json alone"
     where = count(len(source.files), "file") if source.files else where
-    size = f"{compact(job.parameters)} parameters, {'/'.join(dtypes)}, {where}, {gib(source.nbytes)}"
+    size = f"{compact(shapes.parameters(job.cfg))} parameters, {'/'.join(dtypes)}, {where}, {gib(source.nbytes)}"
     others = 0 if cfg.lora else len(hf.carried(cfg, source.tensors))
     texts = [f"what is not of the language model is copied unchanged: {count(others, 'tensor')}"] if others else []
     return [f"{cfg.model_type}, {size}; {cfg.n_layers} layers{head}", *texts]
@@ -109,7 +109,7 @@ def _experts(job: Job) -> list[str]:
     having = [layer for layer in cfg.layers if layer.experts]
     idle = len(having) * (experts.count - experts.chosen) * shapes.of_an_expert(having[0])
     balance = f"{aux:g}" if aux else f"off (config.json has {experts.aux:g}: --router-aux)"
-    active = f"{compact(job.parameters - idle)} parameters a token"
+    active = f"{compact(shapes.parameters(job.cfg) - idle)} parameters a token"
     return [f"{experts.count} in a layer, {experts.chosen} for each token: {active}; load-balancing loss {balance}"]
 
 

@@ -18,7 +18,7 @@ from tiny import LLAMA, MIXTURE, oracle
 from trireme.engine.exchange import LOADERS
 from trireme.engine.geometry import geometry
 from trireme.engine.planner.host import TEMPORARIES
-from trireme.engine.run.job import make, read_for_base
+from trireme.engine.run.job import make
 from trireme.engine.run.loop import train as finetune
 from trireme.engine.tuning.base import CheckpointBase, why_copied
 from trireme.engine.tuning.cached import cached
@@ -170,13 +170,11 @@ def test_with_a_store_a_base_is_quantized_once(tmp_path, monkeypatch):
         cfg, anew = quantized(cfg, source, "nf4", stored)
         kept = cached(anew, store)
         assert not kept.is_made()
-        assert read_for_base(kept) == source.nbytes + kept.file_bytes
         for _ in range(2):  # the second time its checksum is compared
             heard = []
             kept.make(heard.append)
             assert kept.file_bytes - len(kept.header) <= sum(heard) <= kept.file_bytes
         assert kept.is_made()
-        assert read_for_base(kept) == 2 * kept.file_bytes
         assert kept.file.stat().st_size == kept.file_bytes
         for name in kept.parts:
             assert np.array_equal(np.concatenate(list(kept.values(name))), np.concatenate(list(anew.values(name))))
