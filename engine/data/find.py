@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import glob
-import os
 import re
 import shutil
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ from trireme.engine.data import read
 from trireme.engine.data.read import COLUMNS, KINDS, LINES, PACKINGS, TEXTS, Row, check_file, file_kind
 from trireme.engine.data.tables import column_rows, csv_rows
 from trireme.models.config import InputError
-from trireme.storage.untrusted import quoted, shown
+from trireme.storage.untrusted import shown
 
 MOST_FILES = 500  # each is held open
 MOST_WEIGHT = 1000  # each repeat takes memory
@@ -67,16 +66,13 @@ def find(text: str) -> Sources:
     """The files of `path` or `path:weight`; the path is a file, a folder or a pattern. Reads no rows. Raises InputError
     where there is no data.
     """
-    if not text:
-        raise InputError("--data is empty. Name a file.")
     name, weight = weighed(text)
     path = Path(name)
     if path.is_dir():
         return _folder(path, weight)
-    if "://" in name:
-        raise InputError(f"{name} is not a file here. Download it first: curl -LO {name}.")
     if glob.has_magic(name) and not path.exists():
-        return _matching(path, weight)
+        files, others = _sift(Path(path.anchor), str(path.relative_to(path.anchor)))
+        return Sources(_sources(files, name, weight), [], _unread(name, [], others))
     return Sources(_sources([path], name, weight), [], [])
 
 
@@ -84,8 +80,10 @@ def weighed(text: str) -> tuple[str, float]:
     """(path, weight) of `path` or `path:weight`. Raises InputError."""
     match = re.fullmatch(r"(.+):(\d*\.?\d+)", text)
     path, weight = (match[1], float(match[2])) if match and not Path(text).exists() else (text, 1.0)
-    if not 0 < weight <= MOST_WEIGHT:
-        raise InputError(f"{text}: the weight is {weight:g}, expected one above 0, at most {MOST_WEIGHT:,}.")
+    if not text or not 0 < weight <= MOST_WEIGHT:
+        raise InputError(
+            f"--data {text!r}: expected FILE, or FILE:WEIGHT with a weight above 0, at most {MOST_WEIGHT:,}."
+        )
     return path, weight
 
 
@@ -107,7 +105,9 @@ def spool(stream: BinaryIO, folder: Path) -> DataFile:
 
 
 def _sources(files: Sequence[Path], name: str, weight: float) -> list[DataFile]:
-    """Texts are one source, other files one each. Raises InputError."""
+    """Texts are one source, other files one each. Raises InputError, also if there are none or too many."""
+    if "://" in name:
+        raise InputError(f"{name} is not a file here. Download it first: curl -LO {name}.")
     for path in files:
         check_file(path)
     texts = tuple(path for path in files if file_kind(path) in TEXTS)
@@ -116,41 +116,26 @@ def _sources(files: Sequence[Path], name: str, weight: float) -> list[DataFile]:
         sources.append(DataFile(Path(name), weight, texts, f"{name} ({len(texts):,} texts)"))
     else:
         sources += [DataFile(path, weight) for path in texts]
-    if len(sources) > MOST_FILES:
-        raise InputError(f"{name}: {len(sources):,} files, the most is {MOST_FILES}. Join them into fewer.")
+    if not 0 < len(sources) <= MOST_FILES:
+        raise InputError(
+            f"{name}: {len(sources):,} files to train on, expected 1 to {MOST_FILES} of {', '.join(KINDS)}. Name one "
+            "file, or join them into fewer."
+        )
     return sources
 
 
 # ---------------------------------------------------------------- folders and patterns
 
 
-def _matching(pattern: Path, weight: float) -> Sources:
-    """The files of a pattern; `**` stands for any folders. Raises InputError where there are none."""
-    files, others = _sift(Path(pattern.anchor), str(pattern.relative_to(pattern.anchor)))
-    if not files:
-        raise InputError(f"{pattern} matches no file of {', '.join(KINDS)}. Correct the path.")
-    notes = [f"{pattern}: {lacks}" for lacks in [_missing_parts(files)] if lacks]
-    notes += [f"{pattern}: not read: {_list([], others)}"] if others else []
-    return Sources(_sources(files, str(pattern), weight), [], notes)
-
-
 def _folder(folder: Path, weight: float) -> Sources:
-    if (folder / "tokenizer.json").is_file() and (folder / "config.json").is_file():
-        raise InputError(f"{folder} is a checkpoint, not data. Name a file or folder of rows with --data.")
     paths, others = _sift(folder, "**/*")
-    names = [path.relative_to(folder) for path in paths]
-    by_use, data = by_uses(names)
+    by_use, data = by_uses([path.relative_to(folder) for path in paths])
     train, held_out = by_use["train"] or by_use[""], by_use["valid"]
-    others.update(file_kind(path) for path in names if path not in data)
-    unread = _list([path for path in data if path not in train and path not in held_out], others)
-    if not train:
-        what = f"no training data, only {unread}" if unread else "no data"
-        raise InputError(f"{folder} holds {what}. Expected files of {', '.join(KINDS)}: name one with --data.")
-    _check_once(folder, train, by_use["train"])
-    if lacks := _missing_parts([*train, *held_out]):
-        raise InputError(f"{folder}: {lacks}. Download it again, or name the files that are there.")
-    sources = lambda names: _sources([folder / name for name in names], str(folder), weight)
-    return Sources(sources(train), sources(held_out), [f"{folder}: not read: {unread}"] if unread else [])
+    others.update(file_kind(path) for path in paths if path.relative_to(folder) not in data)
+    files = _sources([folder / name for name in train], str(folder), weight)
+    valid = _sources([folder / name for name in held_out], str(folder), weight) if held_out else []
+    left = [path for path in data if path not in train and path not in held_out]
+    return Sources(files, valid, _unread(str(folder), left, others))
 
 
 def _sift(root: Path, pattern: str) -> tuple[list[Path], Counter[str]]:
@@ -159,13 +144,11 @@ def _sift(root: Path, pattern: str) -> tuple[list[Path], Counter[str]]:
     """
     data, others, named = list[Path](), Counter[str](), Path(pattern).parts
     for path in sorted(root.glob(pattern)):
-        kind = file_kind(path) or "files without a suffix"
-        if any(part[0] == "." and part not in named for part in path.relative_to(root).parts):
+        hidden = any(part[0] == "." and part not in named for part in path.relative_to(root).parts)
+        if hidden or path.is_dir():
             continue
-        if path.is_dir():
-            others.update(["links to folders"] if path.is_symlink() else [])
-            others.update([] if os.access(path, os.R_OK | os.X_OK) else ["folders that cannot be opened"])
-        elif kind in KINDS and not (path.exists() and path.stat().st_size == 0):
+        kind = file_kind(path) or "files without a suffix"
+        if kind in KINDS and not (path.exists() and path.stat().st_size == 0):
             data.append(path)
         else:
             others[f"empty {kind}" if kind in KINDS else kind] += 1
@@ -182,19 +165,19 @@ def by_uses(names: Sequence[Path]) -> tuple[dict[str, list[Path]], list[Path]]:
     data = [path for path in names if file_kind(path) in KINDS and not about(path) and not page(path)]
     by_use: dict[str, list[Path]] = {"train": [], "valid": [], "test": [], "": []}
     for path in [path for path in data if file_kind(path) not in TEXTS] or data:
-        by_use[_split(path)[0]].append(path)
+        by_use[_use(path)].append(path)
     return by_use, data
 
 
-def _split(path: Path) -> tuple[str, str]:
-    """What a file in a folder is for, train, valid, test or "", and the name that says so: the file's, else one of its
-    folders', by its first or last word.
+def _use(path: Path) -> str:
+    """What a file in a folder is for, train, valid, test or "", by the first or last word of its name, else of one of
+    its folders'.
     """
     for name in (Path(set_of(path)).name, *reversed(path.parts[:-1])):
         words = re.split(r"[-_ ]", name.lower())
         if use := _USES.get(words[0]) or _USES.get(words[-1]):
-            return use, name
-    return "", ""
+            return use
+    return ""
 
 
 def set_of(path: Path) -> str:
@@ -202,40 +185,12 @@ def set_of(path: Path) -> str:
     return str(path.with_name(re.sub(r"-\d+-of-\d+(-[0-9a-f]{16})?$", "", path.name.partition(".")[0])))
 
 
-def _missing_parts(files: Sequence[Path]) -> str:
-    """What is missing from sets of numbered files, NAME-00000-of-00002.parquet; "" if nothing."""
-    sets = defaultdict[tuple[str, str, str], set[str]](set)
-    for path in files:
-        if match := re.fullmatch(r"(.*)-(\d+)-of-(\d+)(\..*)", path.name):
-            sets[str(path.with_name(match[1])), match[3], match[4]].add(match[2])
-    lacks = [
-        f"{shown(name)} has {len(n)} of {total} parts" for (name, total, _), n in sets.items() if len(n) < int(total)
-    ]
-    return "; ".join(lacks[:_NAMED])
-
-
-def _check_once(folder: Path, files: Sequence[Path], train: Sequence[Path]) -> None:
-    """Raises InputError where the same rows may be there twice: in two formats, or in several splits for training,
-    which the hub calls train_sft-00000-of-00001.parquet and train_gen-00000-of-00001.parquet.
-    """
-    kinds, splits = dict[str, str](), dict[str, str]()
-    for path in files:
-        name = str(path.with_name(path.name.partition(".")[0]))
-        if kinds.setdefault(name, file_kind(path)) != file_kind(path):
-            several = f"{name}{kinds[name]} and {file_kind(path)}"
-            raise InputError(f"{folder} holds {several}: the same rows twice? Name files with --data.")
-        if path in train and set_of(path) != name:
-            splits.setdefault(_split(path)[1], set_of(path))
-    if len(splits) > 1:
-        one = quoted(folder / f"{next(iter(splits.values()))}-*")
-        raise InputError(f"{folder} holds several splits to train on: {', '.join(splits)}. Name one: {one}.")
-
-
-def _list(files: Sequence[Path], others: Mapping[str, int] | None = None) -> str:
-    """The first of these files, and counts of others by kind."""
-    names = [shown(str(path)) for path in files[:_NAMED]]
-    names += [f"{len(files) - _NAMED:,} more"] if len(files) > _NAMED else []
-    return ", ".join([*names, *(f"{n:,} {kind}" for kind, n in sorted((others or {}).items()))][: _NAMED + 2])
+def _unread(name: str, files: Sequence[Path], others: Mapping[str, int]) -> list[str]:
+    """A note on what is not read: the first of these files, and counts of others by kind."""
+    left = [shown(str(path)) for path in files[:_NAMED]]
+    left += [f"{len(files) - _NAMED:,} more"] if len(files) > _NAMED else []
+    left += [f"{n:,} {kind}" for kind, n in sorted(others.items())]
+    return [f"{name}: not read: {', '.join(left[: _NAMED + 2])}"] if left else []
 
 
 # ---------------------------------------------------------------- rows

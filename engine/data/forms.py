@@ -23,7 +23,7 @@ from trireme.engine.data.messages import (
     role_of,
     turns_of,
 )
-from trireme.engine.data.read import EMPTY, BadRow, Fields, json_of, kind_of, unread_keys
+from trireme.engine.data.read import EMPTY, BadRow, Fields, json_of, kind_of, typed, unread_keys
 from trireme.storage.untrusted import shown
 
 TALK = ("system", "tools", "functions", "chat_template_kwargs")  # beside messages
@@ -31,10 +31,11 @@ MASKS = ("completion_mask", "assistant_masks", "assistant_mask", "loss_mask", "l
 PLACES = ("labels", "attention_mask", "position_ids", "seq_lengths")
 HISTORY = ("input", "history")
 _LISTS = {  # columns that cannot be texts: what they hold as JSON in a string is read
-    *("messages", "conversations", "rejected_messages", "tools", "functions", "history", "chat_template_kwargs"),
-    *("input_ids", "preferred_output", "non_preferred_output", *MASKS, *PLACES),
+    *("messages", "conversations", "tools", "functions", "history", "chat_template_kwargs"),
+    *("input_ids", *MASKS, *PLACES),
 }
 _ANSWERS = ("completion", "chosen", "rejected")  # that may be texts, or messages
+ANSWERING = ("assistant", "call")  # roles
 _SYSTEM = ("system", "developer")
 
 
@@ -60,7 +61,6 @@ class Chat(NamedTuple):
     tools: list[Fields] | None = None
     variables: Fields | None = None  # of the chat template
     plain: Text | None = None  # for no chat template
-    unused: tuple[str, ...] = ()  # keys inside the row that are not read
 
 
 class Ids(NamedTuple):
@@ -96,7 +96,7 @@ def normal(row: Fields, renames: Mapping[str, str], table: bool) -> Fields:
     parsed = {key: value for key in _LISTS & row.keys() if (value := _json_in(row[key], repr(key))) is not None}
     if table and any(isinstance(row.get(key), str) for key in _ANSWERS):
         answers = {key: _messages_in(row[key]) for key in _ANSWERS if key in row}
-        if all(answer and role_of(answer[-1]) in ("assistant", "call") for answer in answers.values()):
+        if all(answer and role_of(answer[-1]) in ANSWERING for answer in answers.values()):
             parsed |= answers
             if prompt := _messages_in(row.get("prompt")):
                 parsed["prompt"] = prompt
@@ -141,11 +141,9 @@ def _is_turn(row: Mapping[str, Any]) -> bool:
     )
 
 
-def unused_of(row: Fields, form: Form, examples: Sequence[Example], known: Iterable[str] = ()) -> list[str]:
+def unused_of(row: Fields, form: Form, example: Example, known: Iterable[str] = ()) -> list[str]:
     """Keys that have a value and are not read."""
-    others = () if isinstance(examples[0], Text) else form.others
-    inside = [key for example in examples if isinstance(example, Chat) for key in example.unused]
-    return [*unread_keys(row, {*form.keys, *others, *known}), *dict.fromkeys(inside)]
+    return unread_keys(row, {*form.keys, *known, *(() if isinstance(example, Text) else form.others)})
 
 
 def check_row(row: Mapping[str, Any]) -> None:
@@ -166,10 +164,15 @@ def string(row: Mapping[str, Any], key: str, default: str | None = None) -> str:
     value = default if row.get(key) is None else row[key]
     if isinstance(value, str):
         return value
-    if not isinstance(value, list):
-        raise BadRow(f"{key!r} is {kind_of(value)}, expected a string")
-    way_out = _COLUMNS if _are_columns(row) else " Give each a row of its own" if value else ""
-    raise BadRow(f"{key!r} is a list of {len(value)}, expected a string.{way_out}".rstrip("."))
+    several = _COLUMNS if _are_columns(row) else " Give each a row of its own" if isinstance(value, list) else ""
+    raise BadRow(f"{key!r} is {kind_of(value)}, expected a string.{several}".rstrip("."))
+
+
+def filled(text: str, what: str) -> str:
+    """The text. Raises BadRow if it is blank."""
+    if not text.strip():
+        raise BadRow(f"{what} is empty")
+    return text
 
 
 _COLUMNS = " Its values are lists of one length: a file of columns? Write one object a row."
@@ -189,13 +192,10 @@ def shape_of(row: Fields) -> str:
         return _COLUMNS
     texts = all(isinstance(value, (str, type(None))) for value in row.values())
     if texts and any(not key.strip() or re.search(r"[.?!:]\s*$|\s.*\s.*\s|\|", key) for key in row):
-        return (
-            " The first line of a table names its columns, between commas, semicolons or tabs: does it? Put a line "
-            "such as prompt,completion before it."
-        )
+        return " The first line of a table names its columns: does it? Put a line such as prompt,completion before it."
     for key, value in row.items():
-        inner = value if isinstance(value, dict) else value[0] if isinstance(value, list) and value else None
-        if isinstance(inner, dict) and key not in TALK:
+        inner = value[0] if isinstance(value, list) and value else value
+        if isinstance(inner, dict) and key not in (*TALK, "messages", "conversations"):
             if isinstance(value, list) and all(map(is_message, value)):
                 return f" --map {'messages' if 'role' in inner else 'conversations'}={key}."
             names = ", ".join(map(shown, list(inner)[:4]))
@@ -214,11 +214,15 @@ def chat_of(row: Fields, column: str = "messages", answered: bool = True) -> Cha
 def talk(row: Fields, prompt: Any, answer: Any, column: str) -> Chat:
     """A conversation whose answer alone is trained. `prompt`, `answer`: texts, or lists of messages. Raises BadRow."""
     before = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    if before and role_of(before[-1]) in ("assistant", "call"):
-        raise BadRow("the prompt ends with the assistant's words, and the answer goes on: write both as one message")
     after = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
-    if after and role_of(after[-1]) not in ("assistant", "call"):
-        raise BadRow(f"{column!r} ends with the role {role_of(after[-1])!r}, expected 'assistant'")
+    goes_on = before and role_of(before[-1]) in ANSWERING
+    if goes_on or (after and role_of(after[-1]) not in ANSWERING):
+        what = (
+            "the prompt ends with the assistant's words, and the answer goes on"
+            if goes_on
+            else (f"{column!r} ends with the role {role_of(after[-1])!r}")
+        )
+        raise BadRow(f"{what}; expected a prompt, and the assistant's answer as one message behind it")
     return _chat(row, [("prompt", before, False), (column, after, True)])
 
 
@@ -228,13 +232,11 @@ def messages_of(row: Mapping[str, Any], column: str) -> list[Any]:
     lists = list(value.values()) if isinstance(value, dict) else []
     if lists and all(isinstance(cells, list) for cells in lists) and len({*map(len, lists)}) == 1:
         value = [dict(zip(value or {}, cells, strict=True)) for cells in zip(*lists, strict=True)]
-    if is_message(value):
-        return [value]
+    value = [value] if is_message(value) else value
     if not isinstance(value, list) or not value:
         python = isinstance(value, str) and value.lstrip().startswith("[") and "'" in value
         hint = " (it looks like Python's; write it with json.dumps)" if python else ""
-        what = "empty" if isinstance(value, list) else kind_of(value)
-        raise BadRow(f"{column!r} is {what}, expected a list of {{role, content}}{hint}")
+        raise BadRow(f"{column!r} is {kind_of(value)}, expected a list of {{role, content}}{hint}")
     return value
 
 
@@ -242,38 +244,37 @@ def _chat(row: Fields, columns: Sequence[tuple[str, list[Any], bool]], answered:
     """A conversation of the messages of columns, (name, messages, whether they are trained), with what the row has
     besides. Raises BadRow.
     """
-    messages, unused = list[Fields](), dict[str, None]()
+    messages = list[Fields]()
     for column, turns, trained in columns:
         for i, turn in enumerate(turns):
             for part in turns_of(turn, f"{column}[{i}]"):
-                message, is_call = read_message(part, f"{column}[{i}]", unused)
+                message, is_call = read_message(part, f"{column}[{i}]")
                 message |= {} if trained and answered else {"train": False}
                 last = messages[-1] if messages and is_call else {}
                 if last.get("role") == "assistant" and last.get("train", True) == message.get("train", True):
                     last["tool_calls"] = [*last.get("tool_calls", []), *message["tool_calls"]]
                 else:
                     messages.append(message)
-    messages = _with_system_column(row, messages, unused)
+    messages = _with_system_column(row, messages)
     answers = [m for m in messages if m["role"] == "assistant"]
-    if answered and not answers:
-        roles = ", ".join(dict.fromkeys(repr(m["role"]) for m in messages)) or "none"
-        raise BadRow(f"no message has the role 'assistant', so there is nothing to train on (its roles: {roles})")
     if answered and not any(map(_says, answers if len(columns) == 1 else answers[-1:])):
-        raise BadRow("every assistant message is empty" if len(columns) == 1 else f"{columns[-1][0]!r} is empty")
+        roles = ", ".join(dict.fromkeys(m["role"] for m in messages))
+        empty = "every assistant message is empty" if len(columns) == 1 else f"{columns[-1][0]!r} is empty"
+        raise BadRow(
+            empty if answers else f"there is nothing to train on: no message of the assistant, only of {roles}"
+        )
     for message in answers:
         if not _says(message):
             message["train"] = False  # learning to say nothing is not meant
-    variables = row.get("chat_template_kwargs") or {}
-    if not isinstance(variables, dict):
-        raise BadRow(f"'chat_template_kwargs' is {kind_of(variables)}, expected an object")
+    variables = typed(row.get("chat_template_kwargs") or {}, dict, "'chat_template_kwargs'", "an object")
     variables = {key: value for key, value in variables.items() if value is not None} or None
-    return Chat(number_calls(messages), read_tools(row), variables, None, tuple(unused))
+    return Chat(number_calls(messages), read_tools(row), variables)
 
 
-def _with_system_column(row: Fields, messages: list[Fields], unused: dict[str, None]) -> list[Fields]:
+def _with_system_column(row: Fields, messages: list[Fields]) -> list[Fields]:
     if row.get("system") in EMPTY:
         return messages
-    system, _ = read_message({"role": "system", "content": row["system"]}, "'system'", unused)
+    system, _ = read_message({"role": "system", "content": row["system"]}, "'system'")
     if not messages or messages[0]["role"] not in _SYSTEM:
         return [system, *messages]
     if messages[0].get("content") != system["content"]:
@@ -298,17 +299,12 @@ def _says(message: Fields) -> bool:
 
 
 def _text(row: Fields) -> Text:
-    text = string(row, "text")
-    if not text.strip():
-        raise BadRow("'text' is empty")
-    return Text(text)
+    return Text(filled(string(row, "text"), "'text'"))
 
 
-def completion(prompt: str, answer: str, name: str = "completion") -> Text:
+def completion(prompt: str, answer: str, name: str = "'completion'") -> Text:
     """A prompt and its completion, joined as they are. Raises BadRow."""
-    if not answer.strip():
-        raise BadRow(f"{name!r} is empty")
-    return Text(prompt + answer, len(prompt))
+    return Text(prompt + filled(answer, name), len(prompt))
 
 
 def _prompt_completion(row: Fields) -> Example:
@@ -330,13 +326,10 @@ def alpaca(row: Fields) -> Chat:
     """`instruction`, `input`, `output`, `history: [[question, answer]]`. Raises BadRow."""
     task, context, answer = string(row, "instruction"), string(row, "input", ""), string(row, "output")
     history = row.get("history") or []
-    if not isinstance(history, list) or not all(isinstance(pair, list) and len(pair) == 2 for pair in history):
+    texts = lambda pair: isinstance(pair, list) and [*map(type, pair)] == [str, str]
+    if not isinstance(history, list) or not all(map(texts, history)):
         raise BadRow("'history' is not a list of [question, answer] pairs")
-    pairs = [*history, ["\n".join(part for part in (task, context) if part), answer]]
-    if not all(isinstance(text, str) for pair in pairs for text in pair):
-        raise BadRow("'history' holds something that is not a string")
-    if not answer.strip():
-        raise BadRow("'output' is empty")
+    pairs = [*history, ["\n".join(part for part in (task, context) if part), filled(answer, "'output'")]]
     turns = [
         {"role": who, "content": text} for pair in pairs for who, text in zip(("user", "assistant"), pair, strict=True)
     ]
@@ -357,43 +350,47 @@ def _ids(row: Fields) -> Ids:
     so. Raises BadRow.
     """
     ids = _whole(row, "input_ids")
-    n, trained = len(ids), [True] * len(ids)
-    for key in unread_keys(row, (*MASKS, *PLACES, "special_tokens_mask")):
-        if key.endswith(("mask", "masks")):
-            raise BadRow(f"{key!r} is not a known mask. Is 1 trained? --map loss_mask={key}, else unused={key}")
-    for key in [key for key in MASKS if row.get(key) is not None]:
-        trained = [a and bool(b) for a, b in zip(trained, _whole(row, key, n, flags=True), strict=True)]
-    start, stop = 0, n
-    if row.get("attention_mask") is not None:
-        mask = _whole(row, "attention_mask", n, flags=True)
-        start, stop = (mask.index(1), n - mask[::-1].index(1)) if any(mask) else (0, n)
-        if not all(mask[start:stop]):
-            raise BadRow("'attention_mask' leaves out all tokens, or some between others; only pads at the ends can be")
-    places = _whole(row, "position_ids", n)[start:stop] if row.get("position_ids") is not None else []
-    parts = _whole(row, "seq_lengths") if row.get("seq_lengths") is not None else []
-    if len(parts) > 1 or any(after != before + 1 for before, after in pairwise(places)):
-        what = "'seq_lengths' says" if len(parts) > 1 else "'position_ids' say"
-        raise BadRow(f"{what} that the row holds several documents. Give each a row of its own; they are packed here")
-    if row.get("labels") is not None:
-        labels = _whole(row, "labels", n)
-        for i in range(start, stop):
-            if labels[i] not in (ids[i], -100):
-                what = f"expected -100 or input_ids[{i}] = {ids[i]} (labels are not shifted)"
-                raise BadRow(f"labels[{i}] is {labels[i]}, {what}")
+    n, trained, start, stop = len(ids), [True] * len(ids), 0, len(ids)
+    column = lambda key, flags: _whole(row, key, n, flags) if row.get(key) is not None else None
+    for key in MASKS:
+        if flags := column(key, True):
+            trained = [a and bool(b) for a, b in zip(trained, flags, strict=True)]
+    if (mask := column("attention_mask", True)) and any(mask):
+        start, stop = mask.index(1), n - mask[::-1].index(1)
+    labels = column("labels", False) or ids
+    if labels is not ids:
         trained = [a and label != -100 for a, label in zip(trained, labels, strict=True)]
-    if min(ids) < 0 or max(ids) >= 1 << 31:
-        raise BadRow("'input_ids' holds a number that is not a token id")
+    if fault := _fault_of_ids(row, ids, labels, (mask or [1] * n)[start:stop], start):
+        raise BadRow(fault)
     return Ids(ids) if all(trained) and stop - start == n else Ids(ids[start:stop], trained[start:stop])
 
 
-def _whole(row: Fields, key: str, n: int | None = None, flags: bool = False) -> list[int]:
-    """A list of whole numbers, `n` of them; with `flags` of 0 and 1. Raises BadRow."""
+def _fault_of_ids(row: Fields, ids: list[int], labels: list[int], mask: list[int], start: int) -> str:
+    """What is wrong with a row of ids, if anything. `mask`: attention_mask from `start` on, without pads."""
+    for key in unread_keys(row, (*MASKS, *PLACES, "special_tokens_mask")):
+        if key.endswith(("mask", "masks")):
+            return f"{key!r} is not a known mask. Is 1 trained? --map loss_mask={key}, else unused={key}"
+    if not all(mask):
+        return "'attention_mask' leaves out all tokens, or some between others; only pads at the ends can be"
+    parts = _whole(row, "seq_lengths") if row.get("seq_lengths") is not None else []
+    places = _whole(row, "position_ids", len(ids)) if row.get("position_ids") is not None else []
+    places = places[start : start + len(mask)]
+    if len(parts) > 1 or any(after != before + 1 for before, after in pairwise(places)):
+        return "'seq_lengths' or 'position_ids' say that the row holds several documents. Give each a row of its own"
+    for i in range(start, start + len(mask)) if labels is not ids else ():
+        if labels[i] not in (ids[i], -100):
+            return f"labels[{i}] is {labels[i]}, expected -100 or input_ids[{i}] = {ids[i]} (labels are not shifted)"
+    return "" if min(ids) >= 0 and max(ids) < 1 << 31 else "'input_ids' holds a number that is not a token id"
+
+
+def _whole(row: Fields, key: str, n: int = 0, flags: bool = False) -> list[int]:
+    """A list of whole numbers, if n > 0 of n; with `flags` of 0 and 1. Raises BadRow."""
     values = row[key]
     kinds = {*map(type, values)} if isinstance(values, list) else {type(None)}
-    if not values or not kinds <= ({int, bool} if flags else {int}) or (flags and not {*values} <= {0, 1}):
-        raise BadRow(f"{key!r} is not a list of {'0 and 1' if flags else 'whole numbers'}")
-    if n is not None and len(values) != n:
-        raise BadRow(f"{key!r} has {len(values)} entries, 'input_ids' {n}")
+    right = kinds <= ({int, bool} if flags else {int}) and not (flags and not {*values} <= {0, 1})
+    if not values or not right or len(values) != (n or len(values)):
+        what = "a list of 0 and 1" if flags else "a list of whole numbers"
+        raise BadRow(f"{key!r} is {kind_of(values)}, expected {what}{f', {n} as in input_ids' if n else ''}")
     return values
 
 

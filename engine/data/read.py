@@ -5,14 +5,12 @@ A fault of a row is a BadRow in its place, and later rows can still be read; a f
 
 from __future__ import annotations
 
-import bz2
 import gzip
 import io
 import json
-import lzma
 import re
 import zlib
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
 
@@ -21,23 +19,23 @@ from trireme.storage.untrusted import quoted
 
 LINES, TEXTS, COLUMNS = (".jsonl", ".ndjson"), (".txt", ".md"), (".parquet", ".arrow")
 KINDS = (*LINES, ".json", ".csv", ".tsv", *TEXTS, *COLUMNS)
-PACKINGS = (".gz", ".bz2", ".xz", ".zst")
-DAMAGES = (gzip.BadGzipFile, EOFError, zlib.error, lzma.LZMAError, OSError)  # OSError with an errno is none
+PACKINGS = (".gz", ".zst")
+DAMAGES = (gzip.BadGzipFile, EOFError, zlib.error, OSError)  # OSError with an errno is none
 STDIN = "standard input"
-_SIGNS = (  # first bytes, what they begin, the suffix under which it is read, a command that makes what can be read
-    (b"\x1f\x8b", "gzip", ".gz", "zcat"),
-    (b"BZh", "bzip2", ".bz2", "bzcat"),
-    (b"\xfd7zXZ", "xz", ".xz", "xzcat"),
-    (b"\x28\xb5\x2f\xfd", "Zstandard", ".zst", "zstdcat"),
-    (b"PAR1", "Parquet", ".parquet", ""),
-    (b"ARROW1", "Arrow", ".arrow", ""),
-    (b"PK\x03\x04", "a zip archive", "", "unzip"),
-    (b"\x04\x22\x4d\x18", "LZ4", "", "lz4 -d"),
-    (b"GGUF", "a model in GGUF", "", ""),
-    (b"version https://git-lfs", "a pointer of Git LFS", "", "git lfs pull -I"),
-    (b"\xff\xfe", "UTF-16", "", "iconv -f UTF-16 -t UTF-8"),
-    (b"\xfe\xff", "UTF-16", "", "iconv -f UTF-16 -t UTF-8"),
-)
+_SIGNS = {  # first bytes: what they begin, and what makes a file of it that can be read
+    b"\x1f\x8b": ("gzip", ".gz", "zcat"),
+    b"\x28\xb5\x2f\xfd": ("Zstandard", ".zst", "zstdcat"),
+    b"PAR1": ("Parquet", ".parquet", ""),
+    b"ARROW1": ("Arrow", ".arrow", ""),
+    b"BZh": ("bzip2", "", "bzcat"),
+    b"\xfd7zXZ": ("xz", "", "xzcat"),
+    b"PK\x03\x04": ("a zip archive", "", "unzip -p"),
+    b"\x04\x22\x4d\x18": ("LZ4", "", "lz4 -dc"),
+    b"GGUF": ("a model in GGUF", "", ""),
+    b"version https://git-lfs": ("a pointer of Git LFS", "", "git lfs pull -I"),
+    b"\xff\xfe": ("UTF-16", "", "iconv -f UTF-16 -t UTF-8"),
+    b"\xfe\xff": ("UTF-16", "", "iconv -f UTF-16 -t UTF-8"),
+}
 _PART = 1 << 16  # bytes read at once
 _NAMES = {"messages", "conversations", "text", "prompt", "completion", "instruction", "output", "input_ids", "chosen"}
 SEPARATOR = "<|endoftext|>"  # ends a document of running text, whatever the tokenizer
@@ -74,8 +72,17 @@ def unread_keys(fields: Mapping[str, Any], read: Container[str]) -> list[str]:
 
 def kind_of(value: object) -> str:
     """The type of a value, by JSON's names."""
-    names = {dict: "an object", list: "a list", str: "a string", bool: "a boolean", type(None): "null"}
+    names = {dict: "an object", str: "a string", bool: "a boolean", type(None): "null"}
+    if isinstance(value, list):
+        return f"a list of {len(value)}"
     return names.get(type(value)) or ("a number" if isinstance(value, (int, float)) else type(value).__name__)
+
+
+def typed(value: Any, kind: type | tuple[type, ...], what: str, expected: str) -> Any:
+    """The value. Raises BadRow if it is not of that type."""
+    if not isinstance(value, kind):
+        raise BadRow(f"{what} is {kind_of(value)}, expected {expected}")
+    return value
 
 
 # ---------------------------------------------------------------- bytes
@@ -93,73 +100,47 @@ def check_file(path: Path, piped: bool = False) -> None:
     """
     if path.exists() and not path.is_file():
         raise InputError(f"{path} is not a regular file. Pipe it into standard input: --data -.")
-    if file_kind(path) not in KINDS and path.exists() and not piped:  # opening says that it does not
-        raise InputError(f"{path}: unknown kind of data. Expected {', '.join(KINDS)}, or {', '.join(PACKINGS)} of one.")
     try:
         with path.open("rb") as file:
             line = file.readline(1 << 20)
     except OSError as error:
         raise InputError(f"{path}: {error.strerror}. Correct the path.") from None
-    name, suffix = STDIN if piped else str(path), path.suffix.lower()
+    if fault := _foreign(line, STDIN if piped else str(path), "" if piped else path.suffix.lower()):
+        raise InputError(f"{STDIN if piped else path} {fault}.")
+    if not piped and file_kind(path) not in KINDS:
+        raise InputError(f"{path}: unknown kind of data. Expected {', '.join(KINDS)}, or {', '.join(PACKINGS)} of one.")
+
+
+def _foreign(line: bytes, name: str, suffix: str) -> str:
+    """What is wrong with a file by its first line and its name's suffix ("": standard input), and what to do."""
     if not line:
-        raise InputError(f"{name} is empty. Name another file with --data.")
-    for sign, what, ending, command in _SIGNS:
-        if line.startswith(sign) and (piped or suffix != ending):
-            way_out = "Name a file of rows"
-            if ending and not piped:
-                way_out = f"Rename it, so that it ends in {ending}"
-            elif command:
-                way_out = f"Convert it first: {command} {'FILE | trireme …' if piped else quoted(path)}"
-            raise InputError(f"{name} is {what}. {way_out}.")
+        return "is empty. Name another file with --data"
+    what, ending, command = next((of for sign, of in _SIGNS.items() if line.startswith(sign)), ("", "", ""))
+    if what and (not suffix or suffix != ending):
+        convert = f"Convert it first: {command} {quoted(name) if suffix else 'FILE | trireme …'}"
+        rename = f"Rename it, so that it ends in {ending}" if ending and suffix else ""
+        return f"is {what}. {rename or (convert if command else 'Name a file of rows')}"
     text = line.decode("utf-8", "replace").strip("\ufeff \t\r\n")
-    if text[:15].lower().startswith(("<!doctype html", "<html")) and suffix not in TEXTS:
-        raise InputError(f"{path} is a web page, not data. Download the file: its address has /resolve/, not /blob/.")
     is_json = re.match(r'\[?\s*\{\s*"', text) and _NAMES & {*re.findall(r'"(\w+)"\s*:', text)}
-    if is_json and not piped and suffix in (*TEXTS, ".csv", ".tsv"):
-        raise InputError(f"{path} holds rows of JSON. Rename it, so that it ends in .jsonl.")
     cells = [cell.strip('"') for cell in re.split(r"[,;\t]", text)]
-    if piped and ("\0" in text or (len(cells) > 1 and _NAMES & {*cells})):
-        what = "holds NUL bytes" if "\0" in text else "looks like a table"
-        raise InputError(f"{name} {what}, and is read as JSON lines or as text in UTF-8. Name the file.")
+    faults = {
+        "is a web page, not data. Download the file: its address has /resolve/, not /blob/": (
+            suffix not in TEXTS and text[:15].lower().startswith(("<!doctype html", "<html"))
+        ),
+        "holds rows of JSON. Rename it, so that it ends in .jsonl": is_json and suffix in (*TEXTS, ".csv", ".tsv"),
+        "holds NUL bytes, and is read as JSON lines or as text in UTF-8. Name the file": not suffix and "\0" in text,
+        "looks like a table, and is read as JSON lines or as text. Name the file": (
+            not suffix and len(cells) > 1 and bool(_NAMES & {*cells})
+        ),
+    }
+    return next((fault for fault, wrong in faults.items() if wrong), "")
 
 
 def unpacked(path: Path, raw: BinaryIO) -> BinaryIO:
     """The bytes of a file. Raises InputError if a package for it is not installed; reading raises DAMAGES."""
-    packing = path.suffix.lower()
-    decoders: dict[str, Any] = {".bz2": bz2.BZ2Decompressor, ".xz": lzma.LZMADecompressor}
-    if packing in decoders:
-        return io.BufferedReader(_Streams(raw, decoders[packing]), _PART)
-    if packing == ".zst":
+    if path.suffix.lower() == ".zst":
         return io.BufferedReader(import_pyarrow(path).CompressedInputStream(raw, "zstd"), _PART)
-    return cast(BinaryIO, gzip.open(raw)) if packing == ".gz" else raw
-
-
-class _Streams(io.RawIOBase):
-    """All compressed streams of a file. Python's own readers end in silence at zeros or damage behind the first."""
-
-    def __init__(self, raw: BinaryIO, make: Callable[[], Any]):
-        self._raw, self._make, self._decoder = raw, make, make()
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        """Raises OSError, EOFError or lzma.LZMAError if the file is damaged."""
-        part = b""
-        while not part:
-            block = self._raw.read(_PART) if self._decoder.needs_input and not self._decoder.eof else b""
-            if self._decoder.eof:
-                block = self._decoder.unused_data.lstrip(b"\0")
-                while not block and (padding := self._raw.read(_PART)):
-                    block = padding.lstrip(b"\0")
-                if not block:
-                    return 0
-                self._decoder = self._make()
-            elif self._decoder.needs_input and not block:
-                raise EOFError("it ends within a stream")
-            part = self._decoder.decompress(block, len(buffer))
-        buffer[: len(part)] = part
-        return len(part)
+    return cast(BinaryIO, gzip.open(raw)) if path.suffix.lower() == ".gz" else raw
 
 
 def import_pyarrow(path: Path) -> Any:

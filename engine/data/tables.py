@@ -14,12 +14,11 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from trireme.engine.data.read import COLUMNS, PACKINGS, ROW, TOO_LARGE, BadRow, Row, file_kind, import_pyarrow, json_of
+from trireme.engine.data.read import COLUMNS, PACKINGS, ROW, TOO_LARGE, BadRow, Row, file_kind, import_pyarrow
 from trireme.models.config import InputError
 
 _BATCH = 256  # rows that are made at once
 _TIME = 0.5  # stands for a time, which is listed as not used
-_JSON = "arrow.json"  # the datasets library stores values so that are of several types
 
 
 def csv_rows(path: Path, file: BinaryIO, tabs: bool) -> Iterator[Row]:
@@ -87,16 +86,10 @@ def column_rows(path: Path, file: BinaryIO, arrow: bool) -> Iterator[Row]:
         if len(set(schema.names)) != len(schema.names):
             raise InputError(f"{path} names a column twice: {', '.join(schema.names)}.")
         times = {field.name: _TIME for field in schema if pyarrow.types.is_temporal(field.type)}  # may be nanoseconds
-        fields = {
-            field.name: field
-            for field in schema
-            if _JSON in f"{field.type} {field.metadata}" and "map<" not in str(field.type)
-        }
         for batch in batches([name for name in schema.names if name not in times]):
             for cells in batch.to_pylist(maps_as_pydicts="strict"):
                 number += 1
-                row = {key: _without_nulls(value) for key, value in cells.items()} | times
-                yield Row(number, row | {key: _parsed(row[key], field) for key, field in fields.items()})
+                yield Row(number, {key: _without_nulls(value) for key, value in cells.items()} | times)
     except (pyarrow.ArrowException, ValueError, OverflowError, OSError, KeyError, RecursionError) as error:
         if getattr(error, "errno", None) or isinstance(error, InputError):  # a failing disk; pyarrow's own have none
             raise
@@ -140,12 +133,3 @@ def _without_nulls(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _without_nulls(inner) for key, inner in value.items() if inner is not None}
     return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
-
-
-def _parsed(value: Any, field: Any) -> Any:
-    """A value of a column with JSON in place of its strings where their type says so. Raises ValueError."""
-    if isinstance(value, dict):
-        return {key: _parsed(inner, field.type.field(key)) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_parsed(inner, field.type.value_field) for inner in value]
-    return json_of(value) if isinstance(value, str) and _JSON in f"{field.type} {field.metadata}" else value
