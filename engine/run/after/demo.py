@@ -30,10 +30,15 @@ Kleon saw a light on the island. He rowed all night to find it. It was only the 
 Doris asked the owl for help. The owl said nothing and flew away. The next morning her goat was back.
 Nikias built a boat from an old table. It leaked in two places. He called it the Sieve and loved it.
 Xanthe counted the stars from the pier. She fell asleep at forty. The tide woke her with wet feet."""
-STEPS = 60
+LESSON: dict[str, Any] = {
+    "seq_len": 32, "max_steps": 60, "batch_size": 8, "lr": 4e-3, "warmup": 0.0, "schedule": "constant"
+}  # fmt: skip
 PIECES = r" ?[A-Za-z]+|[^A-Za-z]"
 SEPARATOR = "\n<|endoftext|>\n"
 BEGIN, END, UNKNOWN = "<s>", "</s>", "<unk>"
+TOKENIZER = {
+    "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": BEGIN, "eos_token": END, "unk_token": UNKNOWN
+}  # fmt: skip
 MODEL = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 96, "intermediate_size": 256,
     "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 128,
@@ -51,8 +56,7 @@ def prepared(o: Options) -> Iterator[Options]:
         (folder / "stories.txt").write_text(SEPARATOR.join(STORIES.splitlines()) + "\n", encoding="utf-8")
         words = make_checkpoint(folder / "checkpoint", o.seed)
         screen.say(f"demo     a LLaMA with random weights, a tokenizer of {words} words and eight stories, in {folder}")
-        lesson: dict[str, Any] = {"seq_len": 32, "max_steps": STEPS, "batch_size": 8, "lr": 4e-3, "warmup": 0.0}
-        lesson = {name: value for name, value in (lesson | {"schedule": "constant"}).items() if name not in o.chosen}
+        lesson = {name: value for name, value in LESSON.items() if name not in o.chosen}
         model, data, out = str(folder / "checkpoint"), (str(folder / "stories.txt"),), o.out or str(folder / "out")
         yield replace(o, demo=False, model=model, data=data, out=out, no_pack=True, **lesson)
     finally:
@@ -85,12 +89,8 @@ def make_checkpoint(folder: Path, seed: int) -> int:
     tokenizer.model = models.WordLevel({word: i for i, word in enumerate(words)}, unk_token=UNKNOWN)
     tokenizer.add_special_tokens([BEGIN, END, UNKNOWN])
     tokenizer.save(str(folder / "tokenizer.json"))
-    special = {"bos_token": BEGIN, "eos_token": END, "unk_token": UNKNOWN}
-    for name, content in {
-        "tokenizer_config.json": {"tokenizer_class": "PreTrainedTokenizerFast", **special},
-        "config.json": MODEL | {"vocab_size": len(words)},
-    }.items():
-        (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    (folder / "config.json").write_text(json.dumps(MODEL | {"vocab_size": len(words)}, indent=2), encoding="utf-8")
+    (folder / "tokenizer_config.json").write_text(json.dumps(TOKENIZER, indent=2), encoding="utf-8")
     random, weights = np.random.default_rng(seed), dict[str, np.ndarray]()
     for name, shape in stored_tensors(read_config(folder)).items():
         weights[name] = (random.normal(0, 0.02, shape) if len(shape) > 1 else np.ones(shape)).astype(np.float32)

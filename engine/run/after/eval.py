@@ -27,17 +27,14 @@ class Result(NamedTuple):
     figures: dict[str, float]  # perplexity, accuracy, margin and the like
     labels: int  # trained tokens, documents or pairs
 
-    def __str__(self) -> str:
-        figures = "  ".join(f"{name.removeprefix('rewards/')} {value:.4g}" for name, value in self.figures.items())
-        return f"{self.name}: loss {self.loss:.4f}  {figures}"
-
 
 def run(o: Eval) -> int:
     """The command. Results go to standard output, all other lines to standard error."""
     with screen.to(sys.stderr):
         results = list(losses(o))
     for result in results:
-        screen.say(f"eval     {result}")
+        figures = "  ".join(f"{name.removeprefix('rewards/')} {value:.4g}" for name, value in result.figures.items())
+        screen.say(f"eval     {result.name}: loss {result.loss:.4f}  {figures}")
     return 0
 
 
@@ -50,8 +47,8 @@ def losses(o: Eval) -> Iterator[Result]:
     if "method" not in o.chosen and not f.cfg.scores and f.run.method in ("reward", "classify"):
         o = replace(o, method="sft")
     check_method(o)
-    if f.cfg.scores and preference_of(o) and o.method != "reward":
-        raise InputError(f"--method {o.method}: {o.folder} has a score head. Leave --method out.")
+    if preference_of(o) and o.method != "reward":
+        f.refuse_scores(f"leave --method {o.method} out")
     preference = Preference("reward") if f.kind == "rewards" else preference_of(o)
     if o.reference and not (preference and preference.compares):
         raise InputError("--reference is for --method dpo, ipo and kto. Leave it out.")

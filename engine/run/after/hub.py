@@ -11,28 +11,26 @@ import os
 import re
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from trireme.engine.data.find import MOST_FILES, DataFile, by_uses, set_of, weighed
+from trireme.engine.data.find import DataFile, by_uses, set_of, weighed
 from trireme.engine.data.read import KINDS
 from trireme.engine.run import screen
 from trireme.engine.run.options import Options
 from trireme.engine.tuning import peft_config
 from trireme.models.config import InputError
 from trireme.storage.auxiliary import CODE, SUFFIXES
-from trireme.storage.checkpoint import INDEX
-from trireme.storage.untrusted import parse_json, read_small, shown
+from trireme.storage.untrusted import shown
 
 _REPO = r"(?P<repo>[\w.-]*\w[\w.-]*/[\w.-]+)(?:@(?P<revision>[\w./-]+?))?"
 _MODEL = re.compile(_REPO)
 _DATA = re.compile(rf"(?P<scheme>hf://datasets/)?{_REPO.replace('./-]+?', '.-]+')}(?(scheme)(?:/(?P<file>.+))?)")
 _STORED = re.compile(r"(model|dataset)s--([^/]+?)--([^/]+)/snapshots/([0-9a-f]{40})(?:/(.+))?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
-_LOGIN = "log in (hf auth login), or set HF_TOKEN"
 _DRIVES = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EIO)  # failures of this machine's
-_NAMED = 4  # files in a line
+_LISTED = 4  # names in a line
 
 
 @dataclass(frozen=True)
@@ -55,17 +53,6 @@ class Name:
     def folder(self) -> Path:
         """The folder of a commit in the cache."""
         return cache() / f"{self.kind}s--{self.repo.replace('/', '--')}" / "snapshots" / self.revision
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether a commit of a model is in the cache with all its weights."""
-        index, files = self.folder / INDEX, {path.name for path in self.folder.glob("*.safetensors")}
-        with suppress(OSError, ValueError, AttributeError):
-            indexed = (
-                parse_json(read_small(index, links=True), "index")["weight_map"].values() if index.exists() else ()
-            )
-            return bool(files) and files >= {*indexed} and (self.folder / "config.json").exists()
-        return False
 
 
 def cache() -> Path:
@@ -105,12 +92,11 @@ def data_name(text: str) -> Name | None:
 
 def stored_name(path: str | Path) -> Name | None:
     """The name of a downloaded model's folder, or of a file of data; None for any other path."""
-    with suppress(ValueError):
-        match = _STORED.fullmatch(Path(path).absolute().relative_to(cache().absolute()).as_posix())
-        if match and (match[1] == "dataset") == bool(match[5]):
-            name = Name(f"{match[2]}/{match[3]}", match[4], match[5])
-            return name if name.file or name.is_complete else None
-    return None
+    path = Path(path).absolute()
+    match = path.is_relative_to(cache().absolute()) and _STORED.fullmatch(str(path.relative_to(cache().absolute())))
+    if not match or (match[1] == "dataset") != bool(match[5]):
+        return None
+    return Name(f"{match[2]}/{match[3]}", match[4], match[5])
 
 
 def written(path: str) -> str:
@@ -151,8 +137,6 @@ def folder_of(model: str, outline: bool = False) -> str:
     name = model_name(model)
     if name is None:
         return model
-    if _COMMIT.fullmatch(name.revision) and name.is_complete:
-        return str(name.folder)
     folder = _download(name, [f"*{suffix}" for suffix in sorted({*SUFFIXES, CODE})])
     if (folder / peft_config.CONFIG).exists():
         raise InputError(f"{name} is an adapter. Download it (hf download {name.repo}), and name it with --adapter.")
@@ -164,13 +148,14 @@ def folder_of(model: str, outline: bool = False) -> str:
 
 
 def base_for(folder: Path, model: str | None) -> str:
-    """The base of the adapter in `folder`: `model` if given, else the one that it names. Raises InputError, OSError."""
+    """The base of the adapter in `folder`: `model` if it is a name, else what the adapter names. Raises InputError,
+    OSError.
+    """
+    config = peft_config.read_adapter_config(folder)
     if model:
         return folder_of(model)
-    config = peft_config.read_adapter_config(folder)
     base, commit = peft_config.base_of(config), str(config.get("revision"))
-    pinned = _COMMIT.fullmatch(commit) and model_name(f"{base}@{commit}")
-    path = folder_of(f"{base}@{commit}" if pinned else base)
+    path = folder_of(f"{base}@{commit}" if _COMMIT.fullmatch(commit) and model_name(base) else base)
     if not base or not Path(path).is_dir():
         raise InputError(f"{folder}: its base, {base or 'without a name'}, is not here. Name its folder: --model DIR.")
     return path
@@ -194,18 +179,14 @@ def _data(text: str) -> list[str]:
 
 def chosen(name: Name, files: list[str]) -> list[str]:
     """The files of a data set to read. Raises InputError if it is not clear which."""
-    listed = lambda names: ", ".join(names[:_NAMED]) + " and others" * (len(names) > _NAMED)
     inside = (name.file or "").rstrip("/") + "/"
-    by_use, data = by_uses([
-        Path(f) for f in files if not name.file or Path(f).match(name.file) or f.startswith(inside)
-    ])  # fmt: skip
-    if not data:
-        raise InputError(f"{name} has no data in a form that is read. {name.repo} has {listed(files)}.")
+    wanted = [Path(f) for f in files if not name.file or Path(f).match(name.file) or f.startswith(inside)]
+    by_use, data = by_uses(wanted)
     train = data if name.file else by_use["train"] or by_use[""]
-    sets = sorted({set_of(path) for path in train}) or [str(path) for path in data]
-    if not train or (len(sets) > 1 and not name.file) or len(train) > MOST_FILES:
-        pattern = f"hf://datasets/{replace(name, file='')}/{sets[0]}*"
-        raise InputError(f"{name}: which of {listed(sets)}? Name files: {pattern}.")
+    sets = {set_of(path) for path in train}
+    if not train or (len(sets) > 1 and not name.file):
+        listed = ", ".join((sorted(sets) or files)[:_LISTED])
+        raise InputError(f"{name}: which of {listed}? Name files: hf://datasets/{replace(name, file='')}/PATTERN.")
     return [path.as_posix() for path in train]
 
 
@@ -230,20 +211,17 @@ def asking(name: Name) -> Iterator[None]:
     from huggingface_hub import errors
 
     page = f"{endpoint()}/{'datasets/' * (name.kind == 'dataset')}{name.repo}"
-    known: dict[type[Exception], str] = {
-        errors.GatedRepoError: f"access is restricted. Accept the terms at {page}, then {_LOGIN}",
-        errors.LocalTokenNotFoundError: f"no token: {_LOGIN}",
-        errors.RepositoryNotFoundError: f"not here, and there is no {page}. Correct it; if it is private, {_LOGIN}",
-        errors.RevisionNotFoundError: f"it has no revision {name.revision!r}. See {page}/commits",
-    }
     try:
         yield
     except Exception as error:  # of its transport, another package in each version
         if isinstance(error, OSError) and error.errno in _DRIVES:
             raise
-        reason = next((reason for kind, reason in known.items() if isinstance(error, kind)), "")
-        if not reason:
-            cause = error.__cause__ if isinstance(error, errors.LocalEntryNotFoundError) and error.__cause__ else error
-            what = shown(" ".join(str(cause).split()) or type(cause).__name__, 200)
-            reason = f"{endpoint()} cannot be reached, or refuses ({what}). If it is the token: {_LOGIN}"
-        raise InputError(f"{name}: {reason}.") from None
+        cause = error.__cause__ if isinstance(error, errors.LocalEntryNotFoundError) and error.__cause__ else error
+        reason = f"{endpoint()} cannot be reached, or refuses ({shown(' '.join(str(cause).split()), 200)})"
+        if isinstance(error, errors.GatedRepoError):
+            reason = f"access is restricted. Accept the terms at {page}"
+        elif isinstance(error, errors.RevisionNotFoundError):
+            reason = f"it has no revision {name.revision!r}. See {page}/commits"
+        elif isinstance(error, errors.RepositoryNotFoundError):
+            reason = f"not here, and there is no {page}. Correct the name"
+        raise InputError(f"{name}: {reason}. If it needs a token: hf auth login, or set HF_TOKEN.") from None

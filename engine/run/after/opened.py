@@ -103,14 +103,10 @@ def open_finished(name: str, model: str | None = None) -> Finished:
 
     Raises InputError, CheckpointError, OSError.
     """
-    if not name:
-        raise InputError("no model is named. Give the folder of a run, a checkpoint or an adapter.")
     path = Path(hub.folder_of(name))
-    if not path.is_dir():
-        raise InputError(f"{name}: no such folder. Name a checkpoint, an adapter, or a run's output.")
-    is_adapter, run = (path / CONFIG).is_file(), config_file.of_run(path) or Options()
-    if model and not is_adapter:
-        raise InputError(f"--model {model}: {name} is not an adapter. Leave --model out.")
+    if not name or not path.is_dir():
+        raise InputError(f"{name or 'no model'}: no such folder. Name a checkpoint, an adapter, or a run's output.")
+    is_adapter, run = bool(model) or (path / CONFIG).is_file(), config_file.of_run(path) or Options()
     if not is_adapter and (path / folder.RUN).is_dir() and not (path / "config.json").is_file():
         parts = ", ".join(str(part) for part in (path / "best", *sorted(path.glob("step-*"))) if part.is_dir())
         way = f"--resume {name} continues it{f'; or take {parts}' if parts else ''}"

@@ -10,15 +10,13 @@ from typing import Any
 from trireme.engine.amounts import count, gib
 from trireme.engine.run import config_file, screen
 from trireme.engine.run.after.hub import Name, asking, base_of, data_name, endpoint, model_name
-from trireme.engine.run.log import read_log
 from trireme.engine.run.options import Options, Push, flag
 from trireme.engine.tuning import peft_config
 from trireme.models.config import InputError, read_raw
 from trireme.storage.auxiliary import auxiliary
 
 WEIGHTS = (".safetensors", ".bin", ".gguf")
-# Options that are in other parts of the card, or are about this machine.
-LEFT_OUT = {"model", "data", "val", "out", "log", "push", "save_every", "export_every", "keep", "keep_state", "system"}
+ON_THE_CARD = ("method", "lora", "lr", "epochs", "max_steps", "batch_size", "seq_len", "schedule", "warmup", "base")
 
 
 def run(o: Push) -> None:
@@ -31,10 +29,7 @@ def run(o: Push) -> None:
 def check(o: Options) -> None:
     """Raises InputError before training if it is known already that the output cannot be uploaded."""
     if o.push and (o.lora or o.adapter) and not (model_name(o.model) or base_of(o.model)[1]):
-        raise InputError(
-            f"--push {o.push}: adapters name their base, and {o.model} is a folder of this machine. Name the base by "
-            "its name on the hub, or merge the adapter and upload that: trireme push DIR OWNER/NAME."
-        )
+        raise _local_base(f"--push {o.push}", o.model)
     if o.push:
         _client(o.push)
 
@@ -74,19 +69,22 @@ def _content(out: Path, name: str) -> dict[str, Path | bytes]:
 
     Raises InputError if there is no model, or an adapter's base is not on the hub.
     """
-    weights, base = sorted(out.glob("*.safetensors")), ""
-    is_adapter, has_config = (out / peft_config.CONFIG).is_file(), (out / "config.json").is_file()
-    if not weights or not (is_adapter or has_config):
+    base = peft_config.base_of(peft_config.read_adapter_config(out)) if (out / peft_config.CONFIG).is_file() else None
+    if base is not None and not model_name(base):
+        raise _local_base(str(out), base)
+    if not any(out.glob("*.safetensors")):
         raise InputError(f"{out} holds no model to upload. Name the output of a finished run.")
-    if is_adapter and not model_name(base := peft_config.base_of(peft_config.read_adapter_config(out))):
-        where, way = out / peft_config.CONFIG, "Write its name on the hub there, or merge the adapter and upload that"
-        raise InputError(f"{where}: base_model_name_or_path is {base!r}, a folder here. {way}.")
-    files = [*weights, *(out / file for file in auxiliary(out)), *out.glob("*.index.json")]
+    files = [*out.glob("*.safetensors"), *(out / file for file in auxiliary(out)), *out.glob("*.index.json")]
     content: dict[str, Path | bytes] = {str(file.relative_to(out)): file for file in files}
-    if has_config:
+    if base is None:
         config = {key: value for key, value in read_raw(out).items() if key != "_name_or_path"}
         content["config.json"] = json.dumps(config, indent=2).encode()
-    return content | {"README.md": card_of(out, name, base).encode()}
+    return content | {"README.md": card_of(out, name, base or "").encode()}
+
+
+def _local_base(subject: str, base: str) -> InputError:
+    way = "Name it as on the hub, or merge the adapter and upload that: trireme push DIR OWNER/NAME"
+    return InputError(f"{subject}: adapters name their base, and {base} is a folder of this machine. {way}.")
 
 
 def card_of(out: Path, name: str, base: str = "") -> str:
@@ -106,12 +104,6 @@ def card_of(out: Path, name: str, base: str = "") -> str:
     what = f"{'A LoRA adapter' if base else 'A fine-tuned copy'} of {model or Path(o.model).name or 'a model'}"
     lines = ["---", head.to_yaml(), "---", "", f"# {name}", ""]
     lines += [f"{what}, trained with Trireme. The base's licence applies.", ""]
-    data = [text if data_name(text) else Path(text).name for text in o.data]  # without a folder of this machine
-    lines += ["## Data", "", *(f"- `{text}`" for text in data), ""] if data else []
-    if losses := [record["eval_loss"] for record in read_log(out / "log.jsonl") if "eval_loss" in record]:
-        lines += [f"Held-out loss: {losses[0]:.4f} before, {losses[-1]:.4f} after training.", ""]
-    local = {name for name, f in config_file.FIELDS.items() if f.metadata["kind"] & {"path", "host"}}
-    values = {name: v for name, v in config_file.saved(o).items() if name in o.chosen - local - LEFT_OUT}
-    text = lambda v: ",".join(map(str, v)) if isinstance(v, list) else "" if v is True else str(v)
-    options = [f"{flag(name)} {text(v)}" for name, v in values.items()]
-    return "\n".join([*lines, *(["## Options", "", "```", *options, "```", ""] if options else [])])
+    lines += [f"- `{text if data_name(text) else Path(text).name}`" for text in o.data]  # no folder of this machine
+    lines += [f"- `{flag(option)} {getattr(o, option)}`" for option in ON_THE_CARD if option in o.chosen]
+    return "\n".join([*lines, ""])

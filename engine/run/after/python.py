@@ -47,10 +47,8 @@ KINDS = {2: InputError, 3: DoesNotFit, 130: Interrupted}
 
 
 @contextmanager
-def _calling(function: Callable[..., Any], options: Mapping[str, Any], show: bool = False) -> Iterator[None]:
+def _calling(show: bool = False) -> Iterator[None]:
     """A context of one call: with `show` it prints as the command does; errors become those of this module."""
-    if unknown := options.keys() - inspect.signature(function).parameters.keys():
-        raise InputError(f"unknown argument {min(unknown)}: help(trireme.{function.__name__}) lists all.")
     os.environ.update(cli.ENVIRONMENT | os.environ)
     failure: Error | None = None
     with screen.to(sys.stdout if show else io.StringIO()):
@@ -133,7 +131,8 @@ class Plan:
 
 
 def finetune(*, on_step: Callable[[Record], object] | None = None, show: bool = True, **options: Any) -> Run:
-    """Trains. `on_step` gets the log.jsonl record of each step and evaluation; `show`: print as the command does.
+    """Trains. `on_step` gets the log.jsonl record of each step and evaluation, and ends the run by an exception;
+    `show`: print as the command does.
 
     Raises InputError, DoesNotFit, DeviceError, Interrupted.
     """
@@ -141,12 +140,12 @@ def finetune(*, on_step: Callable[[Record], object] | None = None, show: bool = 
     from trireme.engine.run.loop import Interrupted as Stopped
     from trireme.engine.run.loop import train
 
-    with _calling(finetune, options, show):
+    with _calling(show):
         o = cli.of_a_run(options)
         if o.dry_run or o.demo:
             raise InputError("finetune trains; a dry run is trireme.plan(...), the demo is on the command line.")
         try:
-            out = train(o, [(_hearing(on_step), lambda: None)] if on_step else ())
+            out = train(o, [(lambda record: on_step(dict(record)), lambda: None)] if on_step else ())
         except Stopped:
             raise Interrupted("interrupted; finetune(resume=OUT) continues the run") from None
     records = list(read_log(out / "log.jsonl"))
@@ -156,29 +155,13 @@ def finetune(*, on_step: Callable[[Record], object] | None = None, show: bool = 
     return Run(out, len(steps), seconds, round(tokens), round(trained), pairs("loss"), pairs("eval_loss"))
 
 
-def _hearing(on_step: Callable[[Record], object]) -> Callable[[Record], None]:
-    """Calls `on_step` with copies of records, until it raises an exception: that is a warning, seen without `show`."""
-    failed = False
-
-    def hear(record: Record) -> None:
-        nonlocal failed
-        try:
-            if not failed:
-                on_step(dict(record))
-        except Exception as error:
-            failed = True
-            screen.urgent(f"warning: on_step has failed and is not called any more: {error!r}")
-
-    return hear
-
-
 def plan(**options: Any) -> Plan:
     """A dry run. Raises InputError, DoesNotFit."""
     from trireme.engine.run import folder, report  # late: torch takes seconds
     from trireme.engine.run.after import hub
     from trireme.engine.run.job import make
 
-    with _calling(plan, options):
+    with _calling():
         job = make(hub.fetched(folder.named(cli.of_a_run({**options, "dry_run": True}))))
         return Plan(**report.figures(job), report=list(report.lines(job)))
 
@@ -192,10 +175,10 @@ def sample(folder: str | Path, prompt: Prompt | Sequence[Prompt], **options: Any
     is_text = isinstance(prompt, str) or not isinstance(prompt, Sequence)
     is_one = is_text or all(isinstance(message, Mapping) for message in prompt)
     rows = [{"prompt": p} if isinstance(p, str) else {"messages": p} for p in ([prompt] if is_one else prompt)]
-    with _calling(sample, options):
+    with _calling():
         o = Sample.of({**options, "folder": folder})
         with speaking(o, named(rows), len(rows)) as (speaker, prompts):
-            answers = [answer.text for answer in speaker.answers([ids for _, ids in prompts])]
+            answers = [answer.text for answer in speaker.answers(prompts)]
     return answers[0] if is_one else answers
 
 
@@ -204,7 +187,7 @@ def evaluate(folder: str | Path, data: Names, **options: Any) -> Any:
     from trireme.engine.run.after.eval import losses  # late: torch takes seconds
 
     is_one = isinstance(data, (str, Path))
-    with _calling(evaluate, options):
+    with _calling():
         o = Eval.of({**options, "folder": folder, "data": [data] if is_one else data})
         results = [{"loss": result.loss, **result.figures, "labels": result.labels} for result in losses(o)]
     return results[0] if is_one else results
@@ -215,22 +198,16 @@ def score(folder: str | Path, data: Names, out: str | Path, **options: Any) -> P
     from trireme.engine.run.after import score as command  # late: torch takes seconds
 
     files = [data] if isinstance(data, (str, Path)) else data
-    with _calling(score, options):
+    with _calling():
         command.run(Score.of({**options, "folder": folder, "data": files, "out": out}))
     return Path(out)
 
 
 def _document(call: Callable[..., Any], cls: type[Base]) -> None:
-    """Adds the options of the command line to a function's docstring and signature."""
-    plain = [p for p in inspect.signature(call).parameters.values() if p.kind is not p.VAR_KEYWORD]
-    by_place = {p.name for p in plain} | ({"prompt", "prompts", "chat"} if cls is Sample else set())
-    options = {name: f for name, f in table(cls).items() if name not in by_place}
-    lines = "\n".join(f"    {name}: {f.metadata['help']}" for name, f in options.items())
-    call.__doc__ = f"{call.__doc__}\n    Options, as on the command line:\n\n{lines}"
-    keywords = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=f.default) for name, f in options.items()
-    ]
-    call.__signature__ = inspect.Signature([*plain, *keywords])  # type: ignore[attr-defined]
+    """Adds the options of the command line to a function's docstring."""
+    by_place = {*inspect.signature(call).parameters} | ({"prompts", "chat"} if cls is Sample else set())
+    lines = (f"    {name}: {f.metadata['help']}" for name, f in table(cls).items() if name not in by_place)
+    call.__doc__ = "\n".join((f"{call.__doc__}\n    Options, as on the command line:\n", *lines))
 
 
 for _call, _cls in ((finetune, Options), (plan, Options), (sample, Sample), (evaluate, Eval), (score, Score)):

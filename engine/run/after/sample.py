@@ -114,10 +114,10 @@ def run(o: Sample) -> int:
             if o.chat:
                 converse(speaker, o, write)
             elif o.prompts:
-                made = speaker.answers([ids for _, ids in prompts])
-                for (prompt, _), answer in zip(prompts, made, strict=True):
-                    write(json.dumps({**_asked(prompt), **answer._asdict()}, ensure_ascii=False) + "\n")
-            for i, (_, ids) in enumerate(prompts if o.prompt else ()):
+                for row, answer in zip(rows.values(), speaker.answers(prompts), strict=True):
+                    asked = {key: row[key] for key in ("prompt", "messages") if key in row}
+                    write(json.dumps(asked | answer._asdict(), ensure_ascii=False) + "\n")
+            for i, ids in enumerate(prompts if o.prompt else ()):
                 if len(prompts) > 1:
                     screen.say(f"prompt   {o.prompt[i]}")
                 speaker.answers([ids], i, write)
@@ -131,10 +131,8 @@ def named(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 @contextmanager
-def speaking(
-    o: Sample, rows: Mapping[str, dict[str, Any]], together: int
-) -> Iterator[tuple[Speaker, list[tuple[Prompt, list[int]]]]]:
-    """A context with the model, loaded to answer so many rows `together`, and the rows as prompts and as their tokens.
+def speaking(o: Sample, rows: Mapping[str, dict[str, Any]], together: int) -> Iterator[tuple[Speaker, list[list[int]]]]:
+    """A context with the model, loaded to answer so many rows `together`, and the tokens of the rows.
     Rows have `prompt` or `messages`; without rows it is for a conversation.
 
     Raises InputError, CheckpointError, DoesNotFit, StoreError.
@@ -158,7 +156,7 @@ def speaking(
     other = needs(f.cfg, min(AT_ONCE, together), longest, min(o.max_new_tokens, positions - longest), itemsize)
     with computing(f, o, 1, longest, other) as e:
         screen.say(f"sample   {sampling}")
-        yield Speaker(e, codec, sampling, o.max_new_tokens), list(zip(prompts, tokens, strict=True))
+        yield Speaker(e, codec, sampling, o.max_new_tokens), tokens
 
 
 # ---------------------------------------------------------------- prompts
@@ -210,13 +208,6 @@ def _tokens(codec: Codec, prompt: Prompt, positions: int) -> list[int]:
     if not 0 < len(ids) < positions:
         raise InputError(f"a prompt of {count(len(ids), 'token')}: expected 1 to {positions - 1:,}, by the model.")
     return ids
-
-
-def _asked(prompt: Prompt) -> dict[str, Any]:
-    """A prompt as a row."""
-    if isinstance(prompt, str):
-        return {"prompt": prompt}
-    return {"messages": [{k: v for k, v in message.items() if k != "train"} for message in prompt.messages]}
 
 
 # ---------------------------------------------------------------- conversation

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,20 +11,15 @@ import torch
 from torch import Tensor
 
 from trireme.engine.run.options import Sample
-from trireme.models.config import InputError
+from trireme.models.config import InputError, read_raw
 from trireme.storage.untrusted import parse_json, read_small, shown, why
 
 FILE = "generation_config.json"
 COLDEST = 1e-6  # a lower temperature would not be finite, and draws the likeliest token all the same
 DEFAULTS = {"temperature": 1.0, "top_k": 50, "top_p": 1.0}  # transformers', where it samples
 LARGEST = {"temperature": 100, "top_k": 1 << 31, "top_p": 1}
-# Keys that choose tokens in another way, and are not used; values of 0 and 1 have no effect.
-UNUSED = (
-    "repetition_penalty", "encoder_repetition_penalty", "no_repeat_ngram_size", "min_p", "typical_p", "epsilon_cutoff",
-    "eta_cutoff", "top_h", "num_beams", "penalty_alpha", "min_length", "min_new_tokens", "bad_words_ids",
-    "suppress_tokens", "begin_suppress_tokens", "sequence_bias", "forced_bos_token_id", "guidance_scale",
-    "exponential_decay_length_penalty", "stop_strings",
-)  # fmt: skip
+# Keys that often have a value, choose tokens in another way and are not used; 0 and 1 have no effect.
+UNUSED = ("repetition_penalty", "no_repeat_ngram_size", "min_p", "typical_p", "num_beams", "suppress_tokens")
 
 
 @dataclass(frozen=True)
@@ -48,7 +43,11 @@ class Sampling:
 
 def sampling_of(o: Sample, base: Path, end: int | None) -> Sampling:
     """By the options, else the files of the model in `base`. `end`: the tokenizer's end token. Raises InputError."""
-    generation, config = (_json(base / name) for name in (FILE, "config.json"))
+    config, path = read_raw(base), base / FILE
+    try:
+        generation = parse_json(read_small(path, links=True), "file") if path.is_file() else {}
+    except (OSError, ValueError) as error:
+        raise InputError(f"{path}: {why(error)}.") from None
     inner = config.get("text_config")
     ends = [source.get("eos_token_id") for source in (generation, config, inner) if isinstance(source, dict)]
     stops: Any = next((value for value in ends if value is not None), [])
@@ -62,20 +61,12 @@ def sampling_of(o: Sample, base: Path, end: int | None) -> Sampling:
     for name, value in chosen.items():
         if type(value) not in (int, float) or not 0 <= value <= LARGEST[name]:
             number = f"expected 0 to {LARGEST[name]:g}"
-            raise InputError(f"{base / FILE}: {name} is {shown(repr(value), 60)}, {number}.")
+            raise InputError(f"{path}: {name} is {shown(repr(value), 60)}, {number}.")
     chosen |= {name: value for name, value in options.items() if value is not None}
     if not chosen["temperature"] and (o.top_k, o.top_p) != (None, None):
         raise InputError("--top-k and --top-p are for sampling. Add --temperature 1, for instance.")
     unused = [f"{key} {shown(repr(v), 60)}" for key in UNUSED if (v := generation.get(key)) not in (None, 0, 1, [], {})]
     return Sampling(chosen["temperature"], int(chosen["top_k"]), chosen["top_p"], o.seed, frozenset(stops), (*unused,))
-
-
-def _json(path: Path) -> Mapping[str, Any]:
-    """A JSON file; {} if it is not there."""
-    try:
-        return parse_json(read_small(path, links=True), "file") if path.is_file() else {}
-    except (OSError, ValueError) as error:
-        raise InputError(f"{path}: {why(error)}.") from None
 
 
 def picked(sampling: Sampling, logits: Tensor, dice: Sequence[torch.Generator]) -> list[int]:

@@ -54,9 +54,9 @@ from trireme.engine.step import forward
 from trireme.engine.tuning.base import stamps
 from trireme.models import head
 from trireme.models.config import InputError, ModelConfig
-from trireme.storage.files import as_store_error, replace_synced
+from trireme.storage.files import replace_synced
 from trireme.storage.temporary import Temporary
-from trireme.storage.untrusted import parse_json, read_small
+from trireme.storage.untrusted import parse_json, read_small, why
 
 PART = 1 << 26  # bytes of a part, at most about
 LONGEST = 256  # micro-batches of a part
@@ -181,20 +181,16 @@ def _write_scores(
 
 def _claim(folder: Path, content: dict[str, Any]) -> None:
     """Makes the folder of these scores. Raises InputError if it holds others."""
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise as_store_error(error, folder) from error
-    try:
-        parts = {source["folder"] for source in content["sources"]}  # whose keys are compared when they are read
-        same = {path.name for path in folder.iterdir()} <= parts
-        same = same or parse_json(read_small(folder / NAMES, links=True), "file") == content
-    except (OSError, ValueError):
-        same = False
-    if not same:
-        what = "holds scores of another model or data, or other files"
-        raise InputError(f"{folder} {what}. Name another folder; if {folder / NAMES} is damaged, remove it.")
-    replace_synced(folder / NAMES, json.dumps(content, indent=1).encode())
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / NAMES
+    if path.exists():
+        try:
+            same = parse_json(read_small(path, links=True), "file") == content
+        except (OSError, ValueError) as error:
+            raise InputError(f"{path}: {why(error)}. Remove it.") from None
+        if not same:
+            raise InputError(f"{folder} holds scores of another model, data or options. Name another folder.")
+    replace_synced(path, json.dumps(content, indent=1).encode())
 
 
 @dataclass(frozen=True)
@@ -240,10 +236,10 @@ class Pass:
                 tables = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no dict)
         except (SafetensorError, TypeError, ValueError) as error:
             raise InputError(f"{path} is damaged ({error}). Remove it.") from None
-        if metadata.get("key") != self.key:
+        if metadata.get("key") != self.key or metadata.get("first") != str(first):
             raise InputError(f"{path} is of another model, of other data or options. Name another --out.")
-        if metadata.get("first") != str(first) or metadata.get("sum") != part_sum(metadata, tables):
-            raise InputError(f"{path} is damaged, or has another's name. Remove it.")
+        if metadata.get("sum") != part_sum(metadata, tables):
+            raise InputError(f"{path} is damaged. Remove it.")
         return tables
 
     def _write(self, path: Path, group: Sequence[MicroBatch], first: int, at: int) -> Tables:
