@@ -163,7 +163,7 @@ REFUSED = {  # case -> (words, what the line names); FULL, CLASSES, ADAPTER: fol
     "no folder": (["eval", "nowhere", "--data", "x.txt"], "nowhere"),
     "no data": (["eval", "FULL"], "--data FILE"),
     "no data of that name": (["eval", "FULL", "--data", "nope.txt"], "nope.txt"),
-    "a base without an adapter": (["eval", "FULL", "--model", "x", "--data", "x.txt"], "--model"),
+    "a base without an adapter": (["eval", "FULL", "--model", "x", "--data", "x.txt"], "adapter_config.json"),
     "too long": (["eval", "FULL", "--data", "x.txt", "--seq-len", "99999"], "positions"),
     "a reference without a method": (["eval", "FULL", "--data", "x.txt", "--reference", "FULL"], "--reference"),
     "preferences of a classifier": (["eval", "CLASSES", "--data", "x.txt", "--method", "dpo"], "--method"),

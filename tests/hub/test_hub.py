@@ -117,7 +117,7 @@ def test_names_and_paths(tmp_path, monkeypatch):
     commit, root = "0" * 40, names.cache()
     file = root / f"datasets--a--b/snapshots/{commit}/data/x.csv"
     assert names.written(f"{file}:0.5") == f"{HF}a/b@{commit}/data/x.csv:0.5"
-    assert names.written(f"{root}/models--a--b/snapshots/{commit}") == f"{root}/models--a--b/snapshots/{commit}"
+    assert names.written(f"{root}/models--a--b/snapshots/{commit}") == f"a/b@{commit}"
 
 
 # ---------------------------------------------------------------- uploads
@@ -141,7 +141,7 @@ def test_an_output_is_uploaded_with_a_card_and_without_paths_of_this_machine(hub
     _, head, body = repo.files["README.md"].decode().split("---\n", 2)
     assert yaml.safe_load(head)["tags"] == ["trireme"]
     assert "`stories.txt`" in body
-    assert "--lr 0.0001\n" in body
+    assert "--lr 0.0001" in body
     here = (str(Path.cwd()).encode(), b"/home/me")
     assert not [n for n, content in repo.files.items() if any(p in content for p in here)]
     assert "there is a model of that name" in refused(capsys, "push", "out", "me/tuned")
