@@ -57,36 +57,31 @@ class Planner:
     hosts: int
 
     @cached_property
-    def given(self) -> Plan | None:
+    def user_plan(self) -> Plan | None:
         """The plan of --plan. Raises InputError if it does not suit the model, the run or the device."""
         if not self.options.plan:
             return None
         plan = replace(Plan.load(Path(self.options.plan)), hosts=self.hosts, host=self.hosts - 1)
-        self._check_given(next(self._objections(plan), ""))
+        self._check_plan(next(self._objections(plan), ""))
         return plan
 
     def _objections(self, plan: Plan) -> Iterator[str]:
         """Why a plan does not suit."""
         o, rows = self.options, plan.tokens // self.room
         yield from filter(None, [misfit(plan, self.cfg)])
-        for name, wanted, planned in (
-            ("--dtype", DTYPES.get(o.dtype, plan.dtype), plan.dtype),
-            ("--gpus", self.limits.gpus, plan.gpus),
-            ("--adam-bits", o.adam_bits or plan.adam_bits, plan.adam_bits),
-            ("--optimizer-mode", plan.mode if o.optimizer_mode == "auto" else o.optimizer_mode, plan.mode),
-            ("--micro-batch", min(o.micro_batch, o.batch_size) if isinstance(o.micro_batch, int) else rows, rows),
-            *((key, before, getattr(plan, key)) for key, before in (self.fixed.kept.items() if self.fixed else ())),
-        ):
-            if wanted != planned:
-                yield f"{name} is {wanted}, the plan has {planned}"
-        if plan.tokens % self.room:
-            yield "it is for another --seq-len"
+        wanted = {"gpus": self.limits.gpus, "dtype": DTYPES.get(o.dtype), "adam_bits": o.adam_bits}
+        wanted |= {"mode": None if o.optimizer_mode == "auto" else o.optimizer_mode}
+        for name, value in (wanted | (self.fixed.kept if self.fixed else {})).items():
+            if value not in (None, getattr(plan, name)):
+                yield f"{name} is {value}, the plan has {getattr(plan, name)}"
+        if plan.tokens % self.room or (isinstance(o.micro_batch, int) and min(o.micro_batch, o.batch_size) != rows):
+            yield "it is for another --seq-len or --micro-batch"
         if plan.mode == "backward" and o.max_grad_norm:
             yield "its mode backward updates before the norm is known. Add --max-grad-norm 0"
         if self.on_cuda and not plan.runs_on_cuda:
             yield f"no CUDA kernel updates {plan.adam_bits}-bit moments: the update has to be on the CPU"
 
-    def _check_given(self, wrong: str) -> None:
+    def _check_plan(self, wrong: str) -> None:
         if wrong:
             raise InputError(f"{self.options.plan}: {wrong}. Change it, or leave --plan out.")
 
@@ -101,29 +96,28 @@ class Planner:
         """The dtype of weights, BF16 or F32."""
         if self.fixed:
             return self.fixed.plan.dtype
-        return self.given.dtype if self.given else DTYPES.get(self.options.dtype, "BF16" if self.on_cuda else "F32")
+        return (
+            self.user_plan.dtype
+            if self.user_plan
+            else DTYPES.get(self.options.dtype, "BF16" if self.on_cuda else "F32")
+        )
 
     @property
     def _one_memory(self) -> bool:
         """Whether both tiers are in RAM, so that they may be divided in any proportion."""
-        return not (self.on_cuda or self.options.gpu_memory or self.given)
+        return not (self.on_cuda or self.options.gpu_memory or self.user_plan)
 
     def refuse_early(self) -> None:
         """Raises DoesNotFit if not even steps of one sequence fit: then no data can help."""
-        if self.given:
-            self._check_memory(self.given, self.limits)
+        if self.user_plan:
+            self._check_memory(self.user_plan, self.limits)
             return
+        smallest = lambda n: simple_plan(self.cfg, self.limits_for(n), self.wanted(n))
         try:
-            self._smallest_plan(1)
+            smallest(1)
         except DoesNotFit:
-            self._smallest_plan(self.options.batch_size)  # its error says what a usual step needs
+            smallest(self.options.batch_size)  # its error says what a usual step needs
             raise
-
-    def _smallest_plan(self, sequences: int) -> None:
-        if self._one_memory:
-            self.limits_for(sequences)
-        else:
-            simple_plan(self.cfg, self.limits, self.wanted(sequences))
 
     def limits_for(self, sequences: int) -> Limits:
         """The limits. On a CPU RAM is divided otherwise if half of it is too small for a tier. Raises DoesNotFit."""
@@ -158,12 +152,12 @@ class Planner:
         """
         o, wanted = self.options, self.wanted(work.sequences)
         wanted = replace(wanted, document=work.document, trained=work.trained, compared=work.compared)
-        if self.given:
-            self._check_memory(self.given, limits)  # the data has taken its part
-            needed = math.ceil(work.sequences / (self.given.tokens // self.room) / self.hosts)
-            if needed > self.given.n_micro:
-                self._check_given(f"a step is {needed} micro-batches, the plan has room for {self.given.n_micro}")
-            return self.given, machine
+        if self.user_plan:
+            self._check_memory(self.user_plan, limits)  # the data has taken its part
+            needed = math.ceil(work.sequences / (self.user_plan.tokens // self.room) / self.hosts)
+            if needed > self.user_plan.n_micro:
+                self._check_plan(f"a step is {needed} micro-batches, the plan has room for {self.user_plan.n_micro}")
+            return self.user_plan, machine
         first = first_plan(self.cfg, limits, wanted, drive=not o.assume or bool(machine.ssd))
         if o.assume:
             check_drive(Forecast(self.cfg, first, machine, limits, work, files))

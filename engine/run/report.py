@@ -80,7 +80,10 @@ def lines(job: Job) -> Iterator[str]:
     yield from _notes(job)
     if o.dry_run and job.on_gpu:  # planning each takes seconds
         sequences = job.data.n_sequences if job.read else ENDLESS
-        for change in faster(f, _lighter(job), sequences, bits_open=o.resume is None):
+        lighter = dict[str, ModelConfig]()  # the model with a quantized base, if what is frozen can be
+        if job.cfg.frozen and not (job.cfg.packing or job.cfg.fp8 or o.resume):
+            lighter["--base nf4"] = quantized(job.cfg, job.source, "nf4", job.opened.stored)[0]
+        for change in faster(f, lighter, sequences, bits_open=o.resume is None):
             yield f"faster   {change.what}: {change.gain:.1f} times the tokens/s ({seconds(change.step_s)} a step)"
     if o.dry_run:
         yield f"Dry run: nothing written{' but tokens, in the cache for later runs' * bool(job.read)}."
@@ -103,13 +106,13 @@ def _model(job: Job) -> list[str]:
 
 
 def _experts(job: Job) -> list[str]:
-    experts, cfg, aux = job.cfg.experts, job.cfg, job.options.router_aux
+    experts, aux = job.cfg.experts, job.options.router_aux
     if experts is None:
         return []
-    having = [layer for layer in cfg.layers if layer.experts]
+    having = [layer for layer in job.cfg.layers if layer.experts]
     idle = len(having) * (experts.count - experts.chosen) * shapes.of_an_expert(having[0])
-    balance = f"{aux:g}" if aux else f"off (config.json has {experts.aux:g}: --router-aux)"
     active = f"{compact(shapes.parameters(job.cfg) - idle)} parameters a token"
+    balance = f"{aux:g}" if aux else f"off (config.json has {experts.aux:g}: --router-aux)"
     return [f"{experts.count} in a layer, {experts.chosen} for each token: {active}; load-balancing loss {balance}"]
 
 
@@ -119,8 +122,7 @@ def _base(job: Job) -> list[str]:
     if packing is None:
         return []
     if isinstance(source, Cached):
-        how = f"{'read from' if source.is_made() else 'quantized into'} {source.file}, {gib(source.file_bytes)}"
-        return [f"{packing.word}, {how}; merges use the checkpoint's own values"]
+        return [f"{packing.word}, {'read from' if source.is_made() else 'quantized into'} {source.file}"]
     if isinstance(source, Packed):
         return [f"frozen matrices stay in {packing.word} until the GPU decodes them, layer by layer"]
     return [f"{packing.word} is decoded as it is read; the output is bf16, as its config.json says"]
@@ -129,11 +131,9 @@ def _base(job: Job) -> list[str]:
 def _no_data(job: Job) -> str:
     work, o = job.work, job.options
     if o.data:
-        nbytes = bytes_of(o)
-        return f"{gb(nbytes)}, about {compact(nbytes / BYTES)} tokens ({BYTES} bytes each: there is no tokenizer)"
-    full = f"{work.sequences:,} x {work.seq_len:,} = {compact(work.tokens)} tokens (--batch-size, --seq-len)"
+        return f"{gb(bytes_of(o))}, about {compact(bytes_of(o) / BYTES)} tokens ({BYTES} bytes each: no tokenizer)"
     assumed = "" if o.max_steps else f"; {work.steps:,} steps are assumed (--max-steps)"
-    return f"none given; a step is {full}{assumed}"
+    return f"none; a step is {work.sequences:,} x {work.seq_len:,} tokens (--batch-size, --seq-len){assumed}"
 
 
 def _method(job: Job) -> str:
@@ -158,35 +158,34 @@ def _method(job: Job) -> str:
 
 
 def _machine(job: Job) -> list[str]:
-    limit, texts = job.limits.ram if job.on_gpu else job.limits.both, [job.machine.describe(job.on_gpu)]
-    if not job.options.assume and limit > (free := available_ram()):
+    limit, o = job.limits.ram if job.on_gpu else job.limits.both, job.options
+    texts = [job.machine.describe(job.on_gpu)]
+    if not o.assume and limit > (free := available_ram()):
         texts.append(f"warning: the limit of {gib(limit)} is more than the {gib(free)} of RAM that are free")
-    texts += filter(None, [unmeasured_line(job.forecast, bool(job.options.assume))] if job.on_gpu else [])
-    return texts + ([f"{count(len(job.launches), 'kernel')} as tuned by check --tune"] if job.launches else [])
+    texts += [unmeasured_line(job.forecast, bool(o.assume))] if job.on_gpu else []
+    texts += [f"{count(len(job.launches), 'kernel')} as tuned by check --tune"] if job.launches else []
+    return list(filter(None, texts))
 
 
 def _steps(job: Job) -> str:
     work, n, o = job.work, job.plan.n_micro, job.options
-    fewer = f" (all there are, fewer than --batch-size {o.batch_size:,})" if work.sequences < o.batch_size else ""
+    fewer = " (all there are)" if work.sequences < o.batch_size else ""
     epochs = "" if o.max_steps or not o.epochs else f", {o.epochs:g} epoch{'s' * (o.epochs != 1)}"
-    each = f"{count(work.sequences, 'sequence')}{fewer} of up to {work.seq_len:,} tokens"
     micro = f"{n} micro-batch{'es' * (n > 1)} of {job.rows}{' on each host' * (job.plan.hosts > 1)}"
-    return f"{work.steps:,} of {each}{epochs}; {micro}"
+    sequences = f"{count(work.sequences, 'sequence')}{fewer} of up to {work.seq_len:,} tokens"
+    return f"{work.steps:,} of {sequences}{epochs}; {micro}"
 
 
 def _evaluations(job: Job) -> list[str]:
-    f, held = job.forecast, job.read and job.read.held_out
-    if not held:
+    f, held_out = job.forecast, job.read and job.read.held_out
+    if not held_out:
         return []
-    n, tokens, each = f.work.evaluations, f.work.held_out, f"{compact(f.work.held_out)} tokens"
-    if job.on_gpu:
-        s = evaluation_s(f, job.eval_rows or held.n_sequences)
-        each = f"{seconds(s)} = {duration(n * s)}"
-    of = f"all {compact(tokens)}" if tokens == held.tokens else f"{compact(tokens)} of {compact(held.tokens)}"
-    return [f"{n:,} x {each}, on {of} held-out tokens (--eval-every, --eval-tokens)"]
+    n, tokens = f.work.evaluations, f"{compact(f.work.held_out)} of {compact(held_out.tokens)} held-out tokens"
+    s = evaluation_s(f, job.eval_rows or held_out.n_sequences)
+    return [f"{n:,} on {tokens}{f', {duration(n * s)} in all' if job.on_gpu else ''} (--eval-every, --eval-tokens)"]
 
 
-def _held(job: Job) -> tuple[int, int, int]:
+def _used(job: Job) -> tuple[int, int, int]:
     """Bytes on the fullest GPU (on a CPU what stands for one), in RAM and on the SSD."""
     rows = job.forecast.memory(all_gpus=not job.on_gpu).values()
     gpu, ram, ssd = (sum(row[tier] for row in rows) for tier in ("gpu", "ram", "ssd"))
@@ -194,9 +193,9 @@ def _held(job: Job) -> tuple[int, int, int]:
 
 
 def _memory(job: Job) -> str:
-    (gpu, ram, ssd), limits = _held(job), job.limits
-    used = f"{gib(gpu)} of {gib(limits.gpu)} GPU, {gib(ram)} of {gib(limits.ram)} RAM"
-    used = used if job.on_gpu else f"{gib(gpu + ram)} of {gib(limits.both)} RAM"
+    (gpu, ram, ssd), limits = _used(job), job.limits
+    used = f"{gib(gpu + ram)} of {gib(limits.both)} RAM"
+    used = f"{gib(gpu)} of {gib(limits.gpu)} GPU, {gib(ram)} of {gib(limits.ram)} RAM" if job.on_gpu else used
     return f"{used}{f', {gb(ssd)} on the SSD' * bool(ssd)} (--verbose shows the parts)"
 
 
@@ -218,14 +217,6 @@ def _notes(job: Job) -> Iterator[str]:
     yield from (f"note: {note}" for note in job.opened.notes)
 
 
-def _lighter(job: Job) -> dict[str, ModelConfig]:
-    """The model with a quantized base, by the option, if what is frozen can be."""
-    cfg = job.cfg
-    if not cfg.frozen or cfg.packing or cfg.fp8 or job.options.resume:
-        return {}
-    return {"--base nf4": quantized(cfg, job.source, "nf4", job.opened.stored)[0]}
-
-
 # ---------------------------------------------------------------- the whole run
 
 
@@ -243,17 +234,18 @@ def estimate(job: Job, done: int = 0, measured: bool = False, step_s: float | No
 
 def events(job: Job, done: int, steps_s: float | None) -> Events:
     """The parts of a run besides steps, after `done` steps, which take `steps_s`."""
-    o, total, held, evaluations = job.options, job.total_steps, job.read and job.read.held_out, 0
-    if held:
+    o, total, evaluations = job.options, job.total_steps, 0
+    if held_out := job.read and job.read.held_out:
         evaluations = o.eval_every.times(done, total, steps_s) + (done == 0)
         evaluations += total > done and not o.eval_every.due(total, total, 0)  # the last
     compares = job.read and job.preference and job.preference.compares and not done
     snapshots, bests = o.save_every.times(done, total, steps_s), max(0, evaluations - (done == 0) - 1)
     exports = min(bests, snapshots) if job.forecast.kept else bests
+    n = held_out.n_sequences if held_out else 0
     return Events(
         evaluations=evaluations,
-        held_out=job.eval_rows or (held.n_sequences if held else 0),
-        reference=job.data.n_sequences + (held.n_sequences if held else 0) if compares else 0,
+        held_out=job.eval_rows or n,
+        reference=job.data.n_sequences + n if compares else 0,
         exports=1 + exports + o.export_every.times(done, total, steps_s),
         snapshots=snapshots,
         samples=evaluations + 1 if job.opened.codec and not job.cfg.scores else 0,
@@ -264,7 +256,7 @@ def events(job: Job, done: int, steps_s: float | None) -> Events:
 
 def figures(job: Job) -> dict[str, Any]:
     """The figures of the report, for `plan` in Python."""
-    f, (gpu, ram, ssd) = job.forecast, _held(job)
+    f, (gpu, ram, ssd) = job.forecast, _used(job)
     step_s = f.step.step_s if job.on_gpu else None
     writes = written(f, job.total_steps, events(job, 0, job.total_steps * step_s if step_s else None))
     return {
