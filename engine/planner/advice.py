@@ -131,8 +131,6 @@ def _enough_ram(f: Forecast) -> int:
     """Bytes of RAM, in whole GiB above the limit, with which no drive is needed."""
     wanted = Wanted.like(f.plan, f.work.batch(f.plan))
 
-    def enough(ram: int) -> bool:
-        return not first_plan(f.cfg, replace(f.limits, ram=ram), wanted, drive=False).uses("ssd")
-
+    enough = lambda ram: not first_plan(f.cfg, replace(f.limits, ram=ram), wanted, drive=False).uses("ssd")
     sizes = range(f.limits.ram, 1 << 60, 1 << 30)
     return sizes[bisect_left(sizes, True, key=enough)]

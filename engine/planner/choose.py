@@ -24,7 +24,6 @@ from trireme.engine.planner.predict import Prediction, no_collection
 from trireme.engine.planner.rates import Rates
 from trireme.engine.planner.rule import (
     GPU_UPDATES,
-    Between,
     Cut,
     Strategy,
     Wanted,
@@ -136,10 +135,7 @@ def _first(cfg: ModelConfig, limits: Limits, wanted: Wanted, rates: Rates) -> Pl
     """`first_plan` on this machine. Raises DoesNotFit."""
     first = first_plan(cfg, limits, wanted, rates.has_drive)
     if first.uses("ssd") and not rates.has_drive:
-        raise DoesNotFit(
-            f"RAM of {gib(limits.ram, 1)} and GPU memory of {gib(limits.gpu, 1)} do not hold everything, and "
-            "there is no drive for the rest."
-        )
+        raise DoesNotFit(f"RAM of {gib(limits.ram, 1)} is too small, and there is no drive.")
     return first
 
 
@@ -260,14 +256,6 @@ def share(s: Search, plan: Plan) -> Iterable[Plan]:
         yield next((shared for room, shared in tried if shared != room), plan)
 
 
-def between(s: Search, plan: Plan) -> Iterable[Plan]:
-    """Outputs of layers through RAM instead of peer copies, or the reverse."""
-    if s.wanted.peers:
-        through: Between = "ram" if plan.between == "gpu" else "gpu"
-        x = plan.units[s.geo.head].x
-        yield replace(plan, between=through).changed({s.geo.head}, x="gpu" if through == "gpu" else max(x, "ram"))
-
-
 def lent(s: Search, plan: Plan) -> Iterable[Plan]:
     """Saved tensors of the other GPUs' units in the memory of the GPU with the most of it free (MPress, section 3)."""
     if not s.wanted.peers:
@@ -295,5 +283,5 @@ def fuller(s: Search, plan: Plan) -> Iterable[Plan]:
 
 
 DECISIONS: tuple[Decision, ...] = (
-    sizes, placed, late, swapped, driven, base, between, lent, fuller, share, late, finer,
+    sizes, placed, late, swapped, driven, base, lent, fuller, share, late, finer,
 )  # fmt: skip

@@ -99,14 +99,10 @@ def bus_of(gpu: Gpu, text: str) -> float:
     ValueError.
     """
     match = re.fullmatch(r"x(1|2|4|8|16)", text)
-    if not match:
-        try:
-            return positive(text) * 1e9
-        except ValueError:
-            raise ValueError(f"bus={text} is not lanes, nor a rate; write x4, x8, x16 or GB/s as 12.5") from None
-    lanes = int(match[1])
-    if not gpu.lanes:
-        raise ValueError(f"bus={text}: the {gpu.name} is not on PCIe; write GB/s, or leave bus out")
-    if lanes > gpu.lanes:
-        raise ValueError(f"bus={text}: the {gpu.name} has {gpu.lanes} lanes; leave bus out")
-    return gpu.bus / gpu.lanes * lanes
+    if match and int(match[1]) <= gpu.lanes:
+        return gpu.bus / gpu.lanes * int(match[1])
+    try:
+        return positive(text) * 1e9
+    except ValueError:
+        lanes = f"of the {gpu.lanes} lanes of the {gpu.name}" if gpu.lanes else f"lanes: the {gpu.name} has none"
+        raise ValueError(f"bus={text} is not some {lanes}; leave it out, or write x8 or GB/s like 12.5") from None

@@ -87,7 +87,7 @@ _ASKED = {
     "lanes of the card": "nvmlDeviceGetMaxPcieLinkWidth",
     "milliwatts": "nvmlDeviceGetEnforcedPowerLimit",
 }
-_LASTING = ("lanes", "generation", "milliwatts")  # an idle link slows down
+LASTING = ("lanes", "generation", "milliwatts")  # an idle link slows down
 
 
 def gpu_now(device: torch.device) -> dict[str, int]:
@@ -105,14 +105,6 @@ def gpu_now(device: torch.device) -> dict[str, int]:
             if nvml[function](handle, ctypes.byref(value)) == 0:
                 found[name] = value.value
     return found
-
-
-def gpu_state(device: torch.device) -> dict[str, int | str]:
-    """Which GPU it is, and what its speed depends on: after a change of slot, power limit or mode it is measured
-    again.
-    """
-    kept = {name: value for name, value in gpu_now(device).items() if name in _LASTING}
-    return {"uuid": str(torch.cuda.get_device_properties(device).uuid), **kept}
 
 
 def on_battery() -> bool:

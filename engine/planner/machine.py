@@ -84,9 +84,8 @@ def with_drives(machine: Machine, folders: Sequence[str | Path], anew: bool = Fa
     except OSError:
         return machine
     read, write = (sum(found[name] for found, _ in tried) for name in ("ssd_read", "ssd_write"))
-    free, mixed = (min(found[name] for found, _ in tried) for name in ("ssd_free", "mixed"))
-    held = min(_held(place) for place in places)
-    rates = replace(machine.rates, ssd_read=held * read, ssd_write=held * write, ssd_free=free, mixed=mixed)
+    mixed, held = min(found["mixed"] for found, _ in tried), min(_held(place) for place in places)
+    rates = replace(machine.rates, ssd_read=held * read, ssd_write=held * write, mixed=mixed)
     each = f"read {rates.ssd_read / GB:.1f}, write {rates.ssd_write / GB:.1f} GB/s, together {mixed:.2f} of that"
     how = tried[0][1] + f"; a run kept up {percent(held)} of that" * (held < NOTICED)
     return replace(machine, rates=rates, drives=f"{machine.ssd / GB:,.0f} GB of disk free, {each} ({how})")

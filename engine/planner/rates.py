@@ -35,7 +35,6 @@ class Rates:
     spare: float = 0.0  # bytes/s of copies that do not delay updates; set by `with_moments`
     ssd_read: float = 0.0  # bytes/s of all drives, with full caches and without writes
     ssd_write: float = 0.0  # bytes/s of all drives, with full caches and without reads
-    ssd_free: float = 0.0  # bytes/s at which files are removed; 0: takes no time
     duplex: float = 0.92  # share of h2d and d2h left when both are busy
     reading: float = 0.82  # of h2d during CPU updates: 0.64 to 0.94 in 15 runs on Xeons; d2h kept 0.92 or more
     concurrent: float = 0.88  # of adam in a step, where it was not measured out of caches and during copies
@@ -258,11 +257,8 @@ def _assumed(given: Mapping[str, str]) -> Machine:
     made = unequal([_alike({**given, "gpu": name}) for name in names])
     if made.gpus > MOST_GPUS:
         raise ValueError(f"{made.gpus} GPUs are too many; a run has at most {MOST_GPUS}")
-    if "peer" not in given:
-        return made
-    if made.gpus == 1:
-        raise ValueError("peer= is for copies between GPUs, and there is one GPU")
-    return replace(made, rates=replace(made.rates, peer=_read(given, "peer", positive) * GB))
+    peer = _read(given, "peer", positive) * GB if "peer" in given else 0.0
+    return replace(made, rates=replace(made.rates, peer=peer))
 
 
 def unequal(parts: Sequence[Machine]) -> Machine:

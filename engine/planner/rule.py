@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 GPU_UPDATES = 0.3  # share of units in RAM that the GPU updates: 14 bytes/parameter over PCIe, 19 of RAM on the CPU
 MARGIN = {"gpu": 1.0, "ram": 1.25}  # a message advises this multiple of the missing bytes: more RAM, larger records
 LATE_TOKENS = 12_000  # tokens of a step from which moments are written apart from weights
-
 SLICES = 2, 4, 8, 16, 32  # numbers of slices of a layer's frozen experts that are tried
 
 Between = Literal["gpu", "ram"]  # of x and dx
@@ -73,9 +72,9 @@ class Wanted:
     @classmethod
     def like(cls, plan: Plan, batch: Batch) -> Wanted:
         """A request for the step, dtype and records of `plan`, on CUDA, with documents and labels as in `batch`."""
-        step = cls(((plan.tokens, plan.n_micro),), plan.dtype, plan.mode, plan.record, plan.adam_bits)
-        labels = replace(step, document=batch.seq_len, trained=batch.trained, compared=batch.compared)
-        return replace(labels, gpus=plan.gpus, hosts=plan.hosts)
+        same, step = (plan.dtype, plan.mode, plan.record, plan.adam_bits), ((plan.tokens, plan.n_micro),)
+        wanted = cls(step, *same, gpus=plan.gpus, hosts=plan.hosts)
+        return replace(wanted, document=batch.seq_len, trained=batch.trained, compared=batch.compared)
 
     @property
     def free(self) -> bool:

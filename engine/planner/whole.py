@@ -12,12 +12,11 @@ import torch
 from trireme.engine.planner.clock import Part, Times
 from trireme.engine.planner.forecast import Forecast
 from trireme.engine.planner.predict import Prediction, predict_evaluation
-from trireme.engine.planner.rates import DRIVES
+from trireme.engine.planner.rates import DRIVES, Rates
 
 # Seconds that do not follow from rates; medians of runs on an H200 (LLaMA of 0.15 to 6.7 B).
 NEW, KNOWN = 9.5, 1.0  # the first step with kernels to compile, and where a run has compiled them before
 ENTRIES = 20  # of Triton's cache from which it has a model's kernels: a probe leaves 3, a model about 40
-FIRST: Times = {"evaluations": 0.2, "samples": 0.3}  # additional, the first time on a GPU
 FIXED, CLOSING = 0.1, 0.25  # to write files durably; to end threads, free pinned memory, close the store
 LOADING, OPENED = 1.7e9, 0.2  # bytes/s of values from a checkpoint to their placement, at most; seconds in addition
 COPIED = 4e9  # bytes/s of a copy from RAM or a GPU to RAM that is not pinned
@@ -45,14 +44,11 @@ def estimated_parts(f: Forecast, steps: int, events: Events, known: Times | None
     `known`: measured seconds of one event of a part, which replace the estimate.
     """
     known = known or {}
-    first = {part: s for part, s in FIRST.items() if f.machine.rates.launch_overhead and part not in known}  # of a GPU
 
     def all_of(part: Part, times: int, each: Callable[[], float]) -> float:
-        if not times:
-            return 0.0
-        return times * (known[part] if part in known else each()) + first.get(part, 0.0)
+        return times * (known[part] if part in known else each()) if times else 0.0
 
-    read, write, free = _read(f), _write(f), f.machine.rates.ssd_free
+    read, write = _rates(f).ssd_read, _rates(f).ssd_write
     kept_s = f.kept / COPIED + _gathered_s(f) if f.kept else 0.0  # the best weights are copied
     files_s = lambda nbytes: nbytes * (1 / write + 1 / read + 1 / COPIED)  # made from RAM, written, read back
     return {
@@ -64,24 +60,20 @@ def estimated_parts(f: Forecast, steps: int, events: Events, known: Times | None
         "snapshots": all_of("snapshots", events.snapshots, lambda: FIXED + f.unsaved() / write),
         "export": all_of("export", events.exports, lambda: FIXED + _gathered_s(f) + files_s(f.files.export))
         + files_s(f.files.merged),
-        "close": CLOSING + (removed(f, events.snapshots) / free if free else 0.0),
+        "close": CLOSING,
     }
 
 
-def _read(f: Forecast) -> float:
-    """Bytes/s that the drives read; of a usual drive if there is none."""
-    return f.machine.rates.ssd_read or DRIVES["gen4"].read
-
-
-def _write(f: Forecast) -> float:
-    """Bytes/s that the drives write."""
-    return f.machine.rates.ssd_write or DRIVES["gen4"].write
+def _rates(f: Forecast) -> Rates:
+    """The machine's rates, with those of a usual drive if it has none."""
+    rates, usual = f.machine.rates, DRIVES["gen4"]
+    return rates if rates.has_drive else replace(rates, ssd_read=usual.read, ssd_write=usual.write)
 
 
 def _gathered_s(f: Forecast) -> float:
     """Seconds to bring the trained weights to RAM, with low halves if the export is exact."""
-    rates, plan = f.machine.rates, f.plan
-    speed = {"gpu": rates.d2h, "ram": math.inf, "ssd": _read(f)}
+    rates, plan = _rates(f), f.plan
+    speed = {"gpu": rates.d2h, "ram": math.inf, "ssd": rates.ssd_read}
     exact, seconds = f.files.exact and plan.dtype == "BF16", 0.0
     for unit, layout, numel in zip(plan.units, f.geo.weights, f.geo.numel, strict=True):
         seconds += layout.span / speed[unit.weights] + exact * 2 * numel / speed[unit.state]
@@ -104,11 +96,6 @@ def written(f: Forecast, steps: int, events: Events) -> dict[str, int]:
     }
 
 
-def removed(f: Forecast, snapshots: int) -> int:
-    """Bytes of the store at the end: what the plan stores on the SSD, and what the last snapshots keep."""
-    return f.stored() - f.unsaved() + min(snapshots, f.files.keep) * f.stored()
-
-
 def evaluation_s(f: Forecast, sequences: int) -> float:
     """Seconds of an evaluation, in groups of a step's sequences."""
     if not sequences:
@@ -120,9 +107,8 @@ def evaluation_s(f: Forecast, sequences: int) -> float:
 def _evaluation(f: Forecast, sequences: int) -> tuple[float, Prediction]:
     """(number of groups of sequences, the prediction of one)."""
     work = replace(f.work, sequences=min(sequences, f.work.sequences))
-    rates = replace(f.machine.rates, ssd_read=_read(f), ssd_write=_write(f))
     batch = replace(work.batch(f.plan), compared=False)
-    return sequences / work.sequences, predict_evaluation(f.cfg, f.plan, rates, batch)
+    return sequences / work.sequences, predict_evaluation(f.cfg, f.plan, _rates(f), batch)
 
 
 def token_s(f: Forecast) -> float:

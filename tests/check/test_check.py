@@ -26,7 +26,7 @@ from trireme.kernels import ops
 from trireme.storage import devices
 
 RATES = {"matmul": 6e10, "copy": 6.5e9, "task": 8e-5, "h2d": 3.3e9, "d2h": 3.3e9, "dram": 3e10, "adam": 1e9}
-DRIVE = {"ssd_read": 3e9, "ssd_write": 2e9, "ssd_free": 5e9, "mixed": 0.8}
+DRIVE = {"ssd_read": 3e9, "ssd_write": 2e9, "mixed": 0.8}
 SMALL = Shapes(
     device="cpu", N=64, widths=(32,), F=48, plain=48, heads=(2, 4, 16), heads_of=((32, 96),), chunks=(32,), block=4096,
     attention=(([64], 4, 2, 16), ([40, 24], 4, 2, 16)), latent=(([64], 2, 2, 24, 16),),

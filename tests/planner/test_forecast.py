@@ -167,7 +167,6 @@ def test_parts_have_the_time_of_their_bytes():
     files, d2h = EXPORT * (1 / 7e9 + 1 / 5e9 + 1 / COPIED), RAM.machine.rates.d2h
     exact, adapters = on(UnitPlan("ssd", "ssd"), exact=True), replace(RAM, files=Files(export=10**6, merged=EXPORT))
     best = replace(RAM, files=Files(export=EXPORT, best=True))
-    free = lambda f: replace(f, machine=replace(f.machine, rates=replace(f.machine.rates, ssd_free=4e9)))
     none = replace(RAM, machine=assume("gpu=rtx4090,ram=128GiB"))
     evaluated = Events(evaluations=3, held_out=32)
     for f, events, part, seconds in [
@@ -182,9 +181,6 @@ def test_parts_have_the_time_of_their_bytes():
         (adapters, Events(exports=3), "export", 3 * FIXED + (EXPORT + 3e6) * files / EXPORT),
         (RAM, Events(), "load", OPENED + WEIGHTS / LOADING * EXPORT / WEIGHTS + RAM.pinning_s()),
         (SSD, Events(snapshots=3), "close", CLOSING),
-        (free(SSD), Events(snapshots=3), "close", CLOSING + 2 * SSD.stored() / 4e9),
-        (free(RAM), Events(snapshots=3), "close", CLOSING + RAM.stored() / 4e9),
-        (free(RAM), Events(), "close", CLOSING),
         (best, evaluated, "evaluations", estimated_parts(RAM, 1, evaluated)["evaluations"] + 3 * WEIGHTS / COPIED),
     ]:
         assert estimated_parts(f, 1, events)[part] == pytest.approx(seconds, rel=0.01), part

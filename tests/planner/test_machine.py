@@ -27,7 +27,7 @@ from trireme.models.sizes import measure
 
 CPU = torch.device("cpu")
 SCAN = HYBRID.layers[0].scan
-RATES = {"ssd_read": 3e9, "ssd_write": 2e9, "ssd_free": 5e9, "mixed": 0.8}
+RATES = {"ssd_read": 3e9, "ssd_write": 2e9, "mixed": 0.8}
 
 
 def launches() -> int:
@@ -380,7 +380,7 @@ def test_a_laptop_may_be_on_its_battery(tmp_path, monkeypatch, supplies, battery
 
 def test_a_gpu_in_another_slot_or_at_another_power_limit_is_another(monkeypatch):
     now = {"lanes": 16, "generation": 4, "generation now": 1, "milliwatts": 450_000}
-    monkeypatch.setattr(host, "gpu_now", lambda device: dict(now))
+    monkeypatch.setattr(cache, "gpu_now", lambda device: dict(now))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="ab-cd"))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "RTX 4090")
     cuda = torch.device("cuda", 0)

@@ -6,20 +6,20 @@ makes the next run measure again.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
-import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from trireme.engine.planner.host import gpu_state, on_battery
+from trireme.engine.planner.host import LASTING, gpu_now, on_battery
 from trireme.engine.queues.cgroups import cores
 from trireme.kernels.private import cache_folder
+from trireme.storage.files import replace_synced
 
 VERSION = 12  # of what is measured: rates of another version are measured again
 
@@ -56,13 +56,8 @@ def remember(identity: dict[str, Any], rates: dict[str, float]) -> None:
     """Stores rates. If the folder cannot be written, the next run measures again."""
     path, identity = _place(identity)
     if path:
-        part = path.with_name(f"{path.name}.{os.getpid()}")
-        try:
-            part.write_text(json.dumps({"identity": identity, "rates": rates}, indent=1))
-            part.replace(path)
-        except OSError:
-            with contextlib.suppress(OSError):
-                part.unlink(missing_ok=True)
+        with suppress(OSError):
+            replace_synced(path, json.dumps({"identity": identity, "rates": rates}, indent=1).encode())
 
 
 def _place(identity: dict[str, Any]) -> tuple[Path | None, dict[str, Any]]:
@@ -74,8 +69,11 @@ def _place(identity: dict[str, Any]) -> tuple[Path | None, dict[str, Any]]:
 
 def chips_now(device: torch.device, dtype: str) -> dict[str, Any]:
     """The identity `chips`, with what their speed depends on now: a GPU's slot and power limit, mains or battery."""
-    now = {"now": gpu_state(device), "battery": on_battery()} if device.type == "cuda" else {}
-    return chips(device, dtype) | now
+    if device.type != "cuda":
+        return chips(device, dtype)
+    lasting = {name: value for name, value in gpu_now(device).items() if name in LASTING}
+    state = {"uuid": str(torch.cuda.get_device_properties(device).uuid), **lasting}
+    return chips(device, dtype) | {"now": state, "battery": on_battery()}
 
 
 def chips(device: torch.device, dtype: str) -> dict[str, Any]:

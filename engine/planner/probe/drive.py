@@ -16,9 +16,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
-from trireme.engine.planner.probe.compute import TURNS, timed
+from trireme.engine.planner.probe.compute import TURNS
 from trireme.storage.aio import arena
 from trireme.storage.devices import open_device
 from trireme.storage.scratch import Scratch
@@ -64,7 +62,7 @@ def settled(rate: Callable[[], float], believed: bool) -> float:
 def drive_rates(folder: Path, seconds: float = 4.0, most: int = 4 << 30, patient: bool = False) -> dict[str, float]:
     """Rates of the drive under `folder`, measured with a file of at most `most` bytes in 3 x `seconds`.
 
-    Keys: ssd_read, ssd_write, ssd_free (bytes/s, each alone); mixed, the share of its rate that reading reaches during
+    Keys: ssd_read, ssd_write (bytes/s, each alone); mixed, the share of its rate that reading reaches during
     writing, plus that of writing. A virtual drive's rates, or with `patient` any drive's, are measured until they no
     longer change. Raises OSError if there is no space or no permission to write.
     """
@@ -88,9 +86,8 @@ def drive_rates(folder: Path, seconds: float = 4.0, most: int = 4 << 30, patient
             both = _flow(seconds, _Way(scratch.read, 0, half), _Way(scratch.write, half, nbytes))
         finally:
             device.io.close()  # first: an error leaves requests in flight
-            freeing = timed(scratch.close, torch.device("cpu"))
-    mixed = both[0][0] / read + both[1][0] / write
-    return {"ssd_read": read, "ssd_write": write, "ssd_free": min(nbytes, written) / freeing, "mixed": mixed}
+            scratch.close()
+    return {"ssd_read": read, "ssd_write": write, "mixed": both[0][0] / read + both[1][0] / write}
 
 
 class _Way(NamedTuple):
