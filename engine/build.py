@@ -32,7 +32,6 @@ from trireme.models.lora import Dropout
 from trireme.models.losses.preferences import Documents
 from trireme.models.rows import Load, Noise, Rows, Tables
 from trireme.models.sizes import costs, narrow
-from trireme.storage.devices import Device
 
 Key = TypeVar("Key")
 Value = TypeVar("Value")
@@ -54,10 +53,6 @@ class Engine:
     optimizer: Optimizer
     # Of buffers, by layer and address; buffers never move.
     views: dict[tuple[int, ...], Any] = field(default_factory=dict, repr=False)
-
-    def claim_scratch(self, devices: Sequence[Device]) -> None:
-        """Takes space on the drives for frozen weights, activations and gradients. Raises StoreError."""
-        self.placement.space.claim(devices)
 
     def close(self) -> None:
         """Ends the threads of updates, frees scratch space and memory. The caller closes the queues."""

@@ -21,8 +21,8 @@ from trireme.models import hf
 from trireme.models.config import InputError, ModelConfig, Packing
 from trireme.models.lora import initial
 from trireme.models.packed import damage
-from trireme.models.sizes.narrow import FP8, ROWS, SCALE, in_file
-from trireme.models.sizes.shapes import Group
+from trireme.models.sizes.narrow import FP8, ROWS, SCALE, fp8_groups, in_file
+from trireme.models.sizes.shapes import Group, is_frozen
 from trireme.storage.checkpoint import NUMPY, Source, convert, dtype_of, export
 from trireme.storage.layout import TensorSpec
 from trireme.storage.untrusted import checksum, summed
@@ -216,8 +216,9 @@ def _fill_weights(placement: Placement, entry: Entry, read: Read, pool: ThreadPo
     if layout.tensors:
         with writing(placement, entry) as buffer:
             of_units = entry.kind == "base" and entry.u < placement.geo.n_units
-            for group in placement.geo.kept_in_fp8(entry.u) if of_units else ():
-                sums += _fill_codes(group, placement, entry, buffer, read, pool)
+            for group in fp8_groups(placement.geo.cfg, entry.u) if of_units else ():
+                if is_frozen(placement.geo.cfg, group):
+                    sums += _fill_codes(group, placement, entry, buffer, read, pool)
             plain, packing = [t for t in layout.tensors if not t.name.endswith(FP8)], placement.geo.cfg.packing
             sums += pool.map(lambda t: fill_weight(t, buffer, read, packing), plain)
         progress(layout.span)

@@ -169,10 +169,6 @@ class Geometry:
         """For each unit whether each pass quantizes some of its trained weights."""
         return tuple(any(t.name.endswith(narrow.ROWS) for t in layout.tensors) for layout in self.decoded)
 
-    def kept_in_fp8(self, u: int) -> list[shapes.Group]:
-        """Groups of unit u's frozen matrices that are stored as fp8 codes."""
-        return [group for group in narrow.fp8_groups(self.cfg, u) if shapes.is_frozen(self.cfg, group)]
-
     @cached_property
     def stored(self) -> tuple[Layout, ...]:
         """`weights` by the names that tensors have in a checkpoint; the bytes are the same."""
@@ -336,10 +332,6 @@ class Geometry:
     def _workspace_bytes(self, u: int, tokens: int, grad_itemsize: int) -> int:
         return temporaries(self.cfg, u, tokens, ITEMSIZE[self.dtype], grad_itemsize)
 
-    def record_sizes(self, u: int, record: int) -> list[int]:
-        """Elements of each of unit u's records."""
-        return [b - a for a, b in self.records(u, record)]
-
     @cached_method
     def state_layout(self, n: int) -> Layout:
         """Layout of a record of n parameters: its parts, one after the other."""
@@ -369,7 +361,7 @@ class Geometry:
 
     def state_span(self, u: int, record: int) -> int:
         """Bytes of unit u's records, each rounded up to 4,096."""
-        return sum(self.state_layout(n).span for n in self.record_sizes(u, record))
+        return sum(self.state_layout(b - a).span for a, b in self.records(u, record))
 
     @cached_method
     def saved_names(self, kind: str) -> tuple[str, ...]:

@@ -135,7 +135,7 @@ class Optimizer:
 
     def read_ahead(self) -> None:
         """Starts reading the state of the next updates from the SSD."""
-        self.on_cpu.records.read_ahead()
+        self.on_cpu.read_ahead()
 
     def flush(self) -> None:
         """Queues all updates that have a gradient, in forward order, and all late moments."""

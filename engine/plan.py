@@ -229,11 +229,6 @@ class Plan:
         """`cfg` with the units of this plan: blocks or sub-layers, slices of experts."""
         return replace(cfg, halves=self.halves, at_once=self.at_once, slices=self.slices)
 
-    @property
-    def buffers(self) -> int:
-        """The number of buffers for weights on a GPU; attention and MLP halves have `window` each."""
-        return self.window * (2 if self.halves else 1)
-
     def changed(self, chosen: Container[int], **change: Any) -> Plan:
         """This plan with the fields `change` in the units `chosen`."""
         made = {unit: replace(unit, **change) for unit in self.distinct.values()}
@@ -296,15 +291,13 @@ class Plan:
         import yaml
 
         try:
-            data = yaml.safe_load(read_text(path))
+            return Plan.of(yaml.safe_load(read_text(path)))
         except OSError as error:
             raise InputError(f"--plan {path}: {error.strerror or error}.") from error
-        except (yaml.YAMLError, TypeError, LookupError, AttributeError, ValueError, RecursionError) as error:
-            raise InputError(f"{path}: not a plan: {error}") from error
-        try:
-            return Plan.of(data)
         except InputError as error:
             raise InputError(f"{path}: {error}") from error
+        except (yaml.YAMLError, TypeError, LookupError, AttributeError, ValueError, RecursionError) as error:
+            raise InputError(f"{path}: not a plan: {error}") from error
 
 
 def spread_evenly(n: int, shares: Sequence[float]) -> list[int]:

@@ -165,46 +165,21 @@ class CpuWork:
         self.updates[r](hi, views(self.geo.state_layout(b - a), state), grad)
 
 
-class Records:
-    """Records stored on the SSD, read ahead while the pool has free buffers."""
-
-    def __init__(self, placement: Placement):
-        self.pool, geo, plan = placement.pool("ram", "state pool"), placement.geo, placement.plan
-        units = range(geo.n_units) if plan.mode == "forward" else reversed(range(geo.n_units))
-        of = [(u, r) for u in units if plan.units[u].state == "ssd" for r in range(len(geo.records(u, plan.record)))]
-        self.homes = {(u, r): placement.home(Entry("state", u, r), self.pool) for u, r in of}  # in the order of updates
-        self.next = cycle(self.homes)
-        self.readable = len(of)  # records to read; late moments must be written first
-        self.ahead: deque[tuple[Home, Buffer]] = deque()
-
-    def read_ahead(self) -> None:
-        """Starts reads in the order of the updates, as far as there are buffers."""
-        while self.readable and self.pool.is_free and len(self.ahead) < len(self.homes):
-            self._read_next()
-
-    def _read_next(self) -> None:
-        home = self.homes[next(self.next)]
-        self.ahead.append((home, home.bring()))
-        self.readable -= 1
-
-    def take(self, u: int, r: int) -> tuple[Home, Buffer]:
-        """A record, which has to be the next in order, and the buffer that it is read to."""
-        if not self.ahead:
-            self._read_next()
-        home, here = self.ahead.popleft()
-        assert home is self.homes[u, r], "optimizer records are read in the order of their updates"
-        return home, here
-
-
 class CpuUpdates:
     """Updates on the CPU. With late moments `hand_over` queues the update of weights, and `moments` that of the
-    moments.
+    moments. Records stored on the SSD are read ahead while their pool has free buffers.
     """
 
     def __init__(self, kernels: Kernels, weights: WeightStream, gradients: Gradients):
         self.kernels, self.geo, self.plan = kernels, kernels.geo, kernels.plan
         self.placement, self.weights, self.gradients = kernels.placement, weights, gradients
-        self.records = Records(self.placement)
+        self.pool, geo, plan = self.placement.pool("ram", "state pool"), self.geo, self.plan
+        units = range(geo.n_units) if plan.mode == "forward" else reversed(range(geo.n_units))
+        of = [(u, r) for u in units if plan.units[u].state == "ssd" for r in range(len(geo.records(u, plan.record)))]
+        homes = {(u, r): self.placement.home(Entry("state", u, r), self.pool) for u, r in of}
+        self.homes, self.next = homes, cycle(homes)  # in the order of updates
+        self.readable = len(of)  # records to read; late moments must be written first
+        self.ahead: deque[tuple[Home, Buffer]] = deque()
         self.late: dict[int, tuple[CpuWork, Sequence[Task]]] = {}  # moments that are due, and what they come after
         self.written: dict[int, tuple[Task, ...]] = {}  # the last late moments of a layer with state in RAM
 
@@ -232,17 +207,30 @@ class CpuUpdates:
 
     def _record(self, work: CpuWork, r: int, after: Sequence[Task], late: bool) -> Task:
         """Queues the update of a record on the SSD; with late moments only its low halves are written."""
-        home, here = self.records.take(work.u, r)
+        if not self.ahead:
+            self._read_next()
+        home, here = self.ahead.popleft()
+        assert home is self.homes[work.u, r], "optimizer records are read in the order of their updates"
         done = work.record(r, here.tensor, (*after, *here.ready))
         if not late:
             home.keep(here, (done,))
-            self.records.readable += 1
+            self.readable += 1
         elif self.geo.dtype == "BF16":
             home.keep(here, (done,), part=("low",))
         else:  # F32: the weights are the master, the record is unchanged
             here.free((done,))
-        self.records.read_ahead()
+        self.read_ahead()
         return done
+
+    def read_ahead(self) -> None:
+        """Starts reads of records in the order of the updates, as far as there are buffers."""
+        while self.readable and self.pool.is_free and len(self.ahead) < len(self.homes):
+            self._read_next()
+
+    def _read_next(self) -> None:
+        home = self.homes[next(self.next)]
+        self.ahead.append((home, home.bring()))
+        self.readable -= 1
 
     def moments(self, first: int) -> None:
         """Queues late updates of moments, from the last unit down to unit `first`."""
@@ -250,11 +238,11 @@ class CpuUpdates:
             work, after = self.late.pop(u)
             if self.plan.units[work.u].state == "ssd" and work.ranges:
                 for r in range(len(work.ranges)):
-                    home = self.records.homes[work.u, r]
+                    home = self.homes[work.u, r]
                     here = home.bring(part=("moments",))
                     done = work.record(r, here.tensor, (*after, *here.ready))
                     home.keep(here, (done,), part=("moments",))
-                self.records.readable += len(work.ranges)
+                self.readable += len(work.ranges)
             else:
                 done = work.whole(self.placement.state[work.u], after)
                 self.written[work.u] = (done,)

@@ -117,7 +117,7 @@ def random_engine(
             for shard in e.placement.shards():
                 if e.placement.tier(shard.entry) == "ssd":
                     store.add(shard.name, shard.layout)
-            e.claim_scratch(store.devices)
+            e.placement.space.claim(store.devices)
         random_state(e.placement)
         yield e
 

@@ -209,7 +209,7 @@ class Forecast:
         if not plan.stored_on_ssd:
             return 0
         sizes = {layout.span for layout in geo.weights}
-        sizes |= {geo.state_layout(n).span for u in range(geo.n_units) for n in geo.record_sizes(u, plan.record)}
+        sizes |= {geo.state_layout(b - a).span for u in range(geo.n_units) for a, b in geo.records(u, plan.record)}
         return IN_FLIGHT * sum(sizes)
 
     @property

@@ -69,7 +69,7 @@ def _decisions(f: Forecast, row: str, names: Mapping[Tier, str]) -> str:
     if row == "weights":
         frozen = f.geo.base_bytes  # of a layer with adapters nearly all
         stored = _counted((u.base if frozen[k] else u.weights for k, u in enumerate(plan.units)), names)
-        buffers = count(plan.buffers, units.removesuffix("s"))
+        buffers = count(plan.window * (1 + plan.halves), units.removesuffix("s"))  # halves have `window` each
         where = "in RAM" if names is not MEMORIES else "on each GPU" if plan.gpus > 1 else "on the GPU"
         return f"   {n - 2} {units}, embedding and head: {stored}; buffers for {buffers} {where}"
     if row == "optimizer state":

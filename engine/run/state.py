@@ -167,7 +167,7 @@ class Training:
                 )
             if reason := host_adamw.why_slow():
                 screen.warn(f"AdamW runs in torch on the CPU, several times slower: {reason}")
-            e.claim_scratch(self.store.devices)
+            e.placement.space.claim(self.store.devices)
             if self.begun is None or self.folder.common:
                 self.store.clear()
                 for shard in e.placement.shards():

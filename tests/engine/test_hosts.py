@@ -149,7 +149,7 @@ def check(model, plan, hosts, queues, clip=1.0):
             assert value == all_of_it[name], name
         assert {name for name in all_of_it if name[0].startswith("weights")} <= held.keys()
         states.update(name for name in held if not name[0].startswith("weights"))
-        assert e.memory.owned() == len(e.optimizer.on_cpu.records.ahead)
+        assert e.memory.owned() == len(e.optimizer.on_cpu.ahead)
         e.close()
     assert set(states.values()) <= {1}
     assert states.keys() == {name for name in all_of_it if not name[0].startswith("weights")}

@@ -547,7 +547,7 @@ def check_weights(e: Engine, weights: dict[str, torch.Tensor]) -> None:
     """The engine has these weights, bit by bit, and no buffers in use. Closes it."""
     for name, value in final_weights(e).items():
         assert torch.equal(value, weights[name]), name
-    assert e.memory.owned() == len(e.optimizer.on_cpu.records.ahead)  # what is held is only what was read ahead
+    assert e.memory.owned() == len(e.optimizer.on_cpu.ahead)  # what is held is only what was read ahead
     e.queues.close()
     e.close()
 

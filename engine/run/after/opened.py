@@ -201,7 +201,7 @@ def computing(f: Finished, o: Machine, rows: int, seq_len: int, other: int = 0) 
         e = build(f.cfg, plan, limits, queues, files=files)
         stack.callback(e.close)
         if drives:
-            e.claim_scratch(drives)
+            e.placement.space.claim(drives)
         exchange = Exchange(f.cfg, f.source, e.placement, f.adapter.values if f.adapter else None)
         with screen.working("loading", e.placement.nbytes() + e.placement.frozen_bytes) as loaded:
             exchange.load(loaded)
