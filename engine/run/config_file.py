@@ -66,11 +66,11 @@ def text_of(path: Path) -> str:
 def read(path: Path, text: str) -> dict[str, Any]:
     """The values in the text of a file, for Options.of. Raises InputError."""
     try:
-        values = yaml.safe_load(text)
+        values, wrong = yaml.safe_load(text), "no lines such as `batch-size: 16`"
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise InputError(f"{path} is not YAML ({' '.join(str(error).split())[:300]}). Correct or restore it.") from None
+        values, wrong = None, " ".join(str(error).split())[:300]
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
-        raise InputError(f"{path} has no lines such as `batch-size: 16`.")
+        raise InputError(f"{path} is not YAML with options: {wrong}. Correct or restore it.")
     return values if text.startswith(FIRST) else aliases.translated(values, f"{path}: ")
 
 

@@ -224,6 +224,12 @@ def check_options(o: Options, begun: Snapshot | None) -> None:
         (compared and not o.val, "--export best and --patience need the loss on held-out data. Give --val."),
         (o.long == "split" and o.method != "sft", f"--long split: --method {o.method} reads whole answers. Take cut."),
         (shared, f"--store {','.join(o.store)}: name a folder of its own on each drive, and not --out."),
+        (
+            o.rope_factor and (o.lora or o.adapter) and not o.merge,
+            "--rope-factor of an adapter is in no file. Add --merge.",
+        ),
+        (o.optimizer_mode == "backward" and o.max_grad_norm, "--optimizer-mode backward: Add --max-grad-norm 0."),
+        (len(o.betas) != 2, "--betas takes two numbers."),
         (o.teacher and here().hosts > 1, "--teacher: runs with one are on one host. Start it without torchrun."),
     ]
     now, before = (config_file.saved(o), begun.options) if begun else ({}, {})
@@ -308,10 +314,8 @@ def computer(o: Options, cfg: ModelConfig) -> tuple[torch.device, Limits, Machin
     """The device, usable memory, and the machine of --assume if there is one. Raises InputError, DoesNotFit."""
     if o.assume:
         device, assumed = torch.device("cuda"), assume(o.assume)
-        asked = assumed.gpus if o.gpus in ("all", 1) else int(o.gpus)
-        if asked > assumed.gpus > 1:
-            raise InputError(f"--gpus {asked}: the assumed machine has {assumed.gpus}.")
-        assumed = assumed.first(asked, o.gpu_memory)
+        gpus = assumed.gpus if o.gpus in ("all", 1) else int(o.gpus)
+        assumed = assumed.first(gpus, o.gpu_memory)
         limits = replace(assumed.limits, ram=o.ram or assumed.limits.ram, all_free=o.gpu_memory is None)
     else:
         device, assumed = choose_device(o.device), None

@@ -110,8 +110,6 @@ def open_model(o: Options, date: str | None) -> Opened:
         stored = hf.sources(cfg, shapes)
     source = as_trained(cfg, source, stored)
     codec = load_codec(o.tokenizer or o.model, o.chat_template, date) if o.data and (o.tokenizer or o.model) else None
-    if o.tokenizer and o.data and codec is None:
-        raise InputError(f"--tokenizer {o.tokenizer} has no tokenizer.json. Name a folder with one.")
     source = as_written(o, cfg, source, codec, names)
     source = headed(cfg, source) if cfg.scores and not cfg.lora else source
     return Opened(cfg, source, stored, codec, names, adapter, tuple(_notes(o, raw, cfg, adapter)))
@@ -129,8 +127,6 @@ def as_written(
         eos = codec.facts.eos if codec.facts.eos is not None and codec.facts.eos < cfg.vocab else None
         files |= auxiliary_files(Path(o.model), other, codec.facts.chosen, eos)
     if o.rope_factor:
-        if cfg.lora and not o.merge:
-            raise InputError("--rope-factor: an adapter has no config.json for it. Add --merge, and use OUT/merged.")
         files["config.json"] = json.dumps(read_raw(o.model, o.rope_factor), indent=2).encode()
     source = replace(source, auxiliary=files)
     if cfg.scores and source.files:

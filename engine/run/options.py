@@ -94,13 +94,6 @@ def listed(parse_one: Callable[[str], Any], value: str | list[str]) -> tuple[Any
     return tuple(map(parse_one, [part.strip() for part in value.split(",")] if isinstance(value, str) else value))
 
 
-def betas(value: str | list[str]) -> tuple[Any, ...]:
-    both = listed(number(0, 0.999999), value.strip("()[] ") if isinstance(value, str) else value)
-    if len(both) != 2:
-        raise ValueError("it takes two numbers with a comma between them")
-    return both
-
-
 def warmup(text: str) -> float:
     """A share of the run (below 1), or a number of steps."""
     share = number(0)(text)
@@ -314,7 +307,7 @@ class Options(Reading, Method, Machine):
     schedule: str = _train("learning rate after warm-up; cosine ends at 10 %", choice(*SCHEDULES), "cosine")
     warmup: float = _train("length of the warm-up: a share of the run (below 1), or steps", Value(warmup, "X"), 0.03)
     weight_decay: Real = _train("weight decay; not applied to norms and biases [0.01; adapters 0]", X)
-    betas: tuple[float, ...] = _train("beta1 and beta2 of AdamW", Value(betas, "X,X"), (0.9, 0.95))
+    betas: tuple[float, ...] = _train("beta1 and beta2 of AdamW", several(number(0, 0.999999), "X,X"), (0.9, 0.95))
     adam_bits: Whole = _train("bits of each AdamW moment: 32, 16 or 8 [32]", choice(32, 16, 8), scope="run")
     lora: Whole = _train("train LoRA adapters of this rank (16 is usual); the model is frozen", N, scope="run")
     lora_alpha: Real = _train("adapters are scaled by alpha / R [2 R]", real(1e-6, 1e6), scope="run")

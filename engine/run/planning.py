@@ -179,8 +179,6 @@ class Planner:
         begun: Mode = fixed.plan.mode if fixed else "backward"
         auto: Mode = "forward" if o.max_grad_norm or hosts > 1 else begun
         mode = next((mode for mode in MODES if mode == o.optimizer_mode), auto)
-        if mode == "backward" and o.max_grad_norm:
-            raise InputError("--optimizer-mode backward updates before the norm is known. Add --max-grad-norm 0.")
         if fixed:
             size = fixed.plan.tokens, fixed.plan.n_micro
             same = self.dtype, mode, fixed.plan.record, fixed.plan.adam_bits
