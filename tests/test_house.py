@@ -27,7 +27,7 @@ BUDGETS = {
     "models/**": 8555,
     "storage/**": 3250,
     "engine/*.* engine/queues/**": 5400,
-    "engine/planner/**": 3886,  # 3850
+    "engine/planner/**": 3874,  # 3850
     "engine/hosts/**": 600,
     "engine/check/**": 1200,
     "engine/data/**": 4830,  # 4300

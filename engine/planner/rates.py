@@ -206,27 +206,29 @@ def reserved(nbytes: int) -> int:
 
 
 PARTS = ("gpu", "ram", "ssd", "dram", "bus", "peer", "tflops", "cores")  # that --assume names
+LIKE = "gpu=rtx4090,ram=128GiB,ssd=2x2TB@7/5"
 
 
 def assume(text: str) -> Machine:
     """The machine of `gpu=rtx4090,ram=128GiB,ssd=2x2TB@7/5,dram=70,bus=x8,tflops=150,cores=16`. Raises InputError.
 
-    `gpu=2xrtx4090`: two; `gpu=rtx4090+rtx3090`: unequal ones; `gpu=24GiB`: an RTX 4090 of that memory.
-    `ssd` without @READ/WRITE (GB/s a drive):
-    DRIVES["gen4"]. `dram`: GB/s of RAM. `bus`: lanes or GB/s of each GPU. `tflops`: TFLOP/s of a bf16 matrix
-    multiplication. `cores`: those that update on the CPU. `peer`: GB/s each way of peer copies between GPUs.
+    `gpu=2xrtx4090`: two; `gpu=rtx4090+rtx3090`: unequal ones; `gpu=24GiB`: an RTX 4090 of that memory. `ssd` without
+    @READ/WRITE (GB/s a drive): DRIVES["gen4"]. `dram`: GB/s of RAM. `bus`: lanes or GB/s of each GPU. `tflops`: TFLOP/s
+    of a bf16 matrix multiplication. `cores`: those that update on the CPU. `peer`: GB/s each way of peer copies between
+    GPUs.
     """
     words = [part.split("=", 1) for part in text.replace(" ", "").split(",")]
     given = {word[0]: word[-1] for word in words if len(word) == 2}
-    like = "write it like gpu=rtx4090,ram=128GiB,ssd=2x2TB@7/5 (gpu and ram at least"
-    if unknown := [name for name in given if name not in PARTS]:
-        raise InputError(f"--assume {text}: there is no {unknown[0]}=; {like}; {'=, '.join(PARTS[3:])}= if need be).")
-    if not {"gpu", "ram"} <= given.keys() or len(given) != len(words):
-        raise InputError(f"--assume {text}: {like}).")
     try:
-        return _assumed(given)
+        if not {"gpu", "ram"} <= given.keys() <= set(PARTS) or len(given) != len(words):
+            raise ValueError(f"write it like {LIKE}, with gpu and ram at least; parts are {'=, '.join(PARTS)}=")
+        made = unequal([_alike({**given, "gpu": name}) for name in given["gpu"].split("+")])
+        if made.gpus > MOST_GPUS:
+            raise ValueError(f"{made.gpus} GPUs are too many; a run has at most {MOST_GPUS}")
+        peer = _read(given, "peer", positive) * GB if "peer" in given else 0.0
     except ValueError as error:
         raise InputError(f"--assume {text}: {error}.") from None
+    return replace(made, rates=replace(made.rates, peer=peer))
 
 
 def each_machine(text: str) -> dict[str, str]:
@@ -247,18 +249,6 @@ def each_machine(text: str) -> dict[str, str]:
     values = [value + unit if re.fullmatch(r"[\d.]+", value) else value for value in lists[name]]
     other = {key: value for key, (value, *_) in lists.items()}
     return {f"{name}={v}": ",".join(f"{key}={x}" for key, x in {**other, name: v}.items()) for v in values}
-
-
-def _assumed(given: Mapping[str, str]) -> Machine:
-    """Raises ValueError."""
-    names = given["gpu"].split("+")
-    if "tflops" in given and len(names) > 1:
-        raise ValueError("tflops= is for one kind of GPU, and there are several")
-    made = unequal([_alike({**given, "gpu": name}) for name in names])
-    if made.gpus > MOST_GPUS:
-        raise ValueError(f"{made.gpus} GPUs are too many; a run has at most {MOST_GPUS}")
-    peer = _read(given, "peer", positive) * GB if "peer" in given else 0.0
-    return replace(made, rates=replace(made.rates, peer=peer))
 
 
 def unequal(parts: Sequence[Machine]) -> Machine:

@@ -113,10 +113,8 @@ def _evaluation(f: Forecast, sequences: int) -> tuple[float, Prediction]:
 
 def token_s(f: Forecast) -> float:
     """Seconds of a sampled token: all weights are streamed as in an evaluation, and read by the GPU."""
-    rates, (_, step) = f.machine.rates, _evaluation(f, 1)
-    kernels = TOKEN * f.cfg.n_layers
-    passed = f.stored_weights / rates.copy + kernels * rates.gap
-    return max(passed, kernels * rates.launch_overhead, step.busy["h2d"], step.busy["ssd"])
+    busy, read = _evaluation(f, 1)[1].busy, f.stored_weights / f.machine.rates.copy
+    return max(read, TOKEN * f.cfg.n_layers * f.machine.rates.launch_overhead, busy["h2d"], busy["ssd"])
 
 
 # ---------------------------------------------------------------- the first step

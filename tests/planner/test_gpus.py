@@ -59,7 +59,7 @@ def test_forty_gpus_are_known_and_every_name_that_is_told_is_one():
         ("gpu=4090,ram=64GiB,ssd=2TB@0/5", "ssd=2TB@0/5: it must be greater than 0."),
         ("gpu=2x4090,ram=64GiB,peer=0", "peer=0: it must be greater than 0."),
         ("gpu=4090,ram=64GiB,tflops=x", "tflops=x: 'x' is not a number"),
-        ("gpu=4090,ram=64GiB,color=blue", "there is no color=; write it like gpu=rtx4090"),
+        ("gpu=4090,ram=64GiB,color=blue", "write it like gpu=rtx4090"),
     ],
 )
 def test_other_gpus_are_refused_with_what_to_write(text, says):
@@ -104,9 +104,8 @@ def test_unequal_gpus_have_memory_of_their_own_and_the_rates_of_the_slowest():
     assert "RTX 3060 + RTX 3060 + RTX 4090, 12 GiB and 12 GiB and 24 GiB | RAM 64 GiB" in made.describe()
     less = made.first(2, 10 << 30)
     assert [less.limits.of(gpu) + GPU_OVERHEAD >> 30 for gpu in range(2)] == [10, 10]
-    for text, says in (("rtx4090+gb10", "cannot be one of several"), ("rtx4090+rtx3090,tflops=9", "one kind of GPU")):
-        with pytest.raises(InputError, match=says):
-            assume(f"gpu={text},ram=64GiB")
+    with pytest.raises(InputError, match="cannot be one of several"):
+        assume("gpu=rtx4090+gb10,ram=64GiB")
 
 
 def test_gpus_that_an_error_names_are_known():
