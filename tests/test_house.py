@@ -24,7 +24,7 @@ MOST_FILES = 17  # in a folder of the product
 # Those with a second number are above it, which is where they have to go: until then they may not grow.
 BUDGETS = {
     "kernels/**": 8025,  # 8000
-    "models/**": 8555,
+    "models/**": 8575,
     "storage/**": 3250,
     "engine/*.* engine/queues/**": 5400,
     "engine/planner/**": 3874,  # 3850
@@ -33,7 +33,7 @@ BUDGETS = {
     "engine/data/**": 4830,  # 4300
     "engine/tuning/**": 2233,  # 2100
     "engine/run/**": 6252,  # 5000
-    "scripts/**": 2843,
+    "scripts/**": 2844,
     "tests/**": 25320,  # 25000
 }
 MOST_LINES_OF_PROSE = 3200  # README, docs and the other pages

@@ -57,6 +57,7 @@ class ExpertKeys:
     leading: int | None = None  # first_k_dense_replace; None: not read
     listed: bool = False  # mlp_layer_types comes first
     among: bool = False  # dense layers by decoder_sparse_step and mlp_only_layers
+    dense: tuple[int, ...] = ()  # default of mlp_only_layers
     spaced: bool = False  # by moe_layer_start_index, moe_layer_end_index and moe_layer_interval
     limit: float = 0.0  # swiglu_limit; 0: none
     bias: bool = False
@@ -162,7 +163,7 @@ def _dense_layers(keys: Keys, family: ExpertKeys, layers: int) -> tuple[int, ...
             raise keys.error("first_k_dense_replace", f"an integer from 0 to {layers - 1}")
         return tuple(range(first))
     elif family.among:
-        dense, said = _among(keys, layers), '"decoder_sparse_step" and "mlp_only_layers" leave'
+        dense, said = _among(keys, family, layers), '"decoder_sparse_step" and "mlp_only_layers" leave'
     elif family.spaced:
         said = '"moe_layer_start_index", "moe_layer_end_index" and "moe_layer_interval" leave'
         dense = _spaced(keys, layers)
@@ -180,8 +181,9 @@ def _listed(keys: Keys, layers: int) -> tuple[int, ...]:
     return tuple(i for i, kind in enumerate(types) if kind == "dense")
 
 
-def _among(keys: Keys, layers: int) -> tuple[int, ...]:
-    step, listed = keys.count("decoder_sparse_step", 1), keys.raw.get("mlp_only_layers") or []
+def _among(keys: Keys, family: ExpertKeys, layers: int) -> tuple[int, ...]:
+    step, listed = keys.count("decoder_sparse_step", 1), keys.raw.get("mlp_only_layers")
+    listed = [*family.dense] if listed is None else listed
     if not isinstance(listed, list) or any(type(i) is not int for i in listed):
         raise keys.error("mlp_only_layers", "a list of layers")
     return tuple(i for i in range(layers) if (i + 1) % step or i in set(listed))

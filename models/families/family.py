@@ -94,6 +94,7 @@ class Family:
     period: int = 0  # of "pattern": every period-th layer has no window; 0: all have
     period_key: bool = False  # reads sliding_window_pattern
     first: bool = False  # the first layer of a period, not the last, has no window
+    ends: bool = False  # nor have the first two layers and the last; a period's one is its second (Flint)
     above: int = 0  # default of max_window_layers, of "above" and of "pattern"; 0: not read
     listed_type: str = ""  # model_type as which transformers reads a config.json with layer_types
     aliases: dict[str, str] = field(default_factory=dict)  # other names of keys -> those that are read

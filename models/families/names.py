@@ -177,6 +177,10 @@ _SHARED = _EXPERTS | _gated("mlp.shared_expert") | dict(shared_gate="mlp.shared_
 MIXTURE = SPLIT.changed(mlp=_EXPERTS)
 SHARED = SPLIT.changed(mlp=_SHARED)
 IN_ONE = MIXTURE.changed(mlp=dict(single=(), either=True))
+FLINT = MIXTURE.changed(
+    dict(sinks="self_attn.softmax_offset"), _gated("mlp.shared_expert"),
+    modules=(("self_attn.softmax_offset", "self_attn.sinks"),),
+)  # fmt: skip
 FUSED = SPLIT.changed(dict(sinks="self_attn.sinks"), dict(router="mlp.router", experts="mlp.experts", single=()))
 CORRECTED = MIXTURE.changed(mlp=_gated("mlp.shared_experts") | dict(correction="mlp.gate.e_score_correction_bias"))
 OUTSIDE = CORRECTED.changed(

@@ -92,6 +92,17 @@ FAMILIES = {
         ),
         aliases={"num_experts": "num_local_experts"}, packings=("mxfp4",), rope_said=True,
     ),
+    "flint": Family(
+        "Flint 40B-A3B",
+        names=names.FLINT, vocab=150144, n_heads=32, kv_heads=4, head_dim=128, ffn=6144, max_positions=262144,
+        qk_norm="head", qkv_bias=BIAS, o_bias=BIAS, windows="pattern", window=513, period=4, ends=True,
+        unrotated="full",
+        experts=ExpertKeys(
+            256, 6, 512, normalised=True, sigmoid=True, fp32=True, among=True, dense=(0, 1),
+            shared_width_key="shared_expert_intermediate_size", shared_width=1024,
+        ),
+        aliases={"num_local_experts": "num_experts"},
+    ),
     "olmoe": Family(
         "OLMoE",
         names=names.MIXTURE, max_positions=4096, eps=1e-5, qk_norm="width", qkv_bias=BIAS, o_bias=BIAS,

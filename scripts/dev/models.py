@@ -54,6 +54,7 @@ MAKERS = {
     "Microsoft": "phi3",
     "IBM": "granite granitemoe granite_swa granitemoehybrid bamba",
     "NVIDIA": "nemotron_h",
+    "Recursive": "flint",
     "TII": "falcon_h1",
     "Ai2": "olmo2 olmo3 olmo_hybrid olmoe",
 }

@@ -240,6 +240,11 @@ CASES = {
     "gpt oss": ("gpt_oss", OSS),
     "gpt oss, other limits": ("gpt_oss", OSS | dict(
         swiglu_limit=0.5, num_experts_per_tok=3, layer_types=["full_attention", "sliding_attention"])),
+    "flint": ("flint", MIXTURE | dict(
+        num_hidden_layers=4, head_dim=12, sliding_window=5, mlp_only_layers=[0], shared_expert_intermediate_size=32)),
+    "flint tied, biases, not renormalised": ("flint", MIXTURE | PAIR | dict(
+        tie_word_embeddings=True, norm_topk_prob=False, attention_bias=True, mlp_only_layers=[],
+        shared_expert_intermediate_size=20)),
     "olmoe": ("olmoe", PLAIN | dict(num_experts=6, num_experts_per_tok=3)),
     "glm4 moe": ("glm4_moe", GLM),
     "glm4 moe, q and k norms, biases": ("glm4_moe", GLM | dict(
