@@ -45,9 +45,10 @@ LOST = (BrokenProcessPool, CancelledError, MemoryError)  # of a result: its proc
 class Died(Exception):
     """The process of a call, for a row or none, died as often as it was tried."""
 
-    def __init__(self, row: int = 0):
-        super().__init__(f"the tokenizer or the chat template crashes, takes too long or more than {MEMORY >> 30} GiB")
-        self.row = row
+    row = 0
+
+    def __str__(self) -> str:
+        return f"the tokenizer or the chat template crashes, takes too long or more than {MEMORY >> 30} GiB"
 
 
 class Facts(NamedTuple):
@@ -59,13 +60,12 @@ class Facts(NamedTuple):
     pad: int | None  # id that fills batches up
     unknown: str | None  # the unknown token
     tokenizer: str  # fingerprint
-    template: str | None  # fingerprint
     chosen: str | None  # `standalone` template of --chat-template
-    date: str | None  # that the template writes
-    notes: tuple[str, ...]  # for the user
-    template_notes: tuple[str, ...]  # on conversations without tools
-    tool_notes: tuple[str, ...]  # on those with tools
-    alpaca: bool  # the template has the wording of Alpaca
+    template: str | None = None  # fingerprint
+    date: str | None = None  # that the template writes
+    template_notes: tuple[str, ...] = ()  # for the user, on conversations without tools
+    tool_notes: tuple[str, ...] = ()  # on those with tools
+    alpaca: bool = False  # the template has the wording of Alpaca
 
 
 class Codec:
@@ -101,10 +101,10 @@ class Codec:
     def _start(self) -> ProcessPoolExecutor:
         server = multiprocessing.get_context("forkserver")
         server.set_forkserver_preload([__name__])  # processes share what is imported
-        alive, held = server.Pipe(duplex=False)  # closed by `close`, and if this process is killed
+        alive, holder = server.Pipe(duplex=False)  # closed by `close`, and if this process is killed
         workers = min(len(os.sched_getaffinity(0)), WORKERS)
         self._pool = ProcessPoolExecutor(workers, server, _begin_process, (alive, *self._sources))
-        self._end = weakref.finalize(self, _close, self._pool, held, alive)
+        self._end = weakref.finalize(self, _close, self._pool, holder, alive)
         return self._pool
 
     def close(self) -> None:
@@ -116,9 +116,8 @@ class Codec:
         try:
             return self.call(work, *args)
         except Died as error:
-            raise InputError(
-                f"{self.folder}: {error}. Name another: --tokenizer FOLDER or --chat-template FILE."
-            ) from None
+            way = "Name another: --tokenizer FOLDER or --chat-template FILE."
+            raise InputError(f"{self.folder}: {error}. {way}") from None
 
     def tokens(self) -> dict[str, int]:
         """The ids of all tokens. Raises InputError."""
@@ -164,9 +163,9 @@ def load_codec(folder: str | Path, chat_template: str | None = None, date: str |
     return Codec(Path(folder), read_choice(chat_template) if chat_template else None, date)
 
 
-def _close(pool: ProcessPoolExecutor, held: Connection, alive: Connection) -> None:
+def _close(pool: ProcessPoolExecutor, holder: Connection, alive: Connection) -> None:
     pool.shutdown(wait=False, cancel_futures=True)
-    held.close()
+    holder.close()
     alive.close()
 
 
@@ -197,7 +196,7 @@ def encoded(codec: Codec | None, batches: Iterable[Numbered], nbytes: int) -> It
     waiting = deque[tuple[Numbered, Future[Encoded]]]()
     workers = min(WORKERS, 1 + nbytes // SHARE)
     for batch in batches:
-        waiting.append((batch, codec.submit(_Programs.encode, codec.facts, [example for _, example in batch])))
+        waiting.append((batch, codec.submit(_Programs.encode, [example for _, example in batch])))
         if len(waiting) >= workers + (workers > 1):
             yield from _results(codec, *waiting.popleft())
     while waiting:
@@ -206,21 +205,19 @@ def encoded(codec: Codec | None, batches: Iterable[Numbered], nbytes: int) -> It
 
 def _results(codec: Codec, batch: Numbered, future: Future[Encoded]) -> Iterator[tuple[Numbered, Encoded]]:
     try:
-        results = [(batch, future.result())]
-    except (RecursionError, *LOST):  # which row? They run alone, so that no other is blamed
+        yield batch, future.result()
+        return
+    except (RecursionError, *LOST):
         codec.close()
-        results = [([row], _encoded_alone(codec, *row)) for row in batch]
-    yield from results
-
-
-def _encoded_alone(codec: Codec, number: int, example: Example) -> Encoded:
-    try:
-        return codec.submit(_Programs.encode, codec.facts, [example]).result()
-    except RecursionError:  # while it is sent
-        return encode([], None, None)._replace(lengths=[0], faults={0: "is nested too deeply"})
-    except LOST:  # for the second time
-        codec.close()
-        raise Died(number) from None
+    for number, example in batch:  # which row? They run alone, so that no other is blamed
+        try:
+            result = codec.call(_Programs.encode, [example])
+        except RecursionError:  # while it is sent
+            result = encode([], None, None)._replace(lengths=[0], faults={0: "is nested too deeply"})
+        except Died as error:
+            error.row = number
+            raise
+        yield [(number, example)], result
 
 
 # ---------------------------------------------------------------- in a process
@@ -230,30 +227,26 @@ class _Programs:
     """Tokenizer and template."""
 
     def __init__(self, folder: Path, choice: tuple[str, str] | None, date: str | None):
-        tokenizer = load_tokenizer(folder)
-        if tokenizer is None:
-            raise InputError(f"{folder} has lost its tokenizer.json. Start again.")
-        self._tokenizer = t = tokenizer
-        self._template = template = load_template(t, choice, date)
-        cuts = cut_marks(t, template) if template and (choice or ("",))[0] != "plain" else []  # whose marks are words
-        notes, tool_notes = (
-            (*template.notes(tools), *cuts) if template else tuple[str, ...]() for tools in (False, True)
-        )
+        self._tokenizer = tokenizer = load_tokenizer(folder)
+        self._template = template = load_template(tokenizer, choice, date)
         self._facts = Facts(
-            t.core.get_vocab_size(),
-            t.eos,
-            t.eos_token,
-            t.pad,
-            None if t.unknown is None else t.core.id_to_token(t.unknown),
-            t.fingerprint,
-            template.fingerprint if template else None,
-            standalone(t, choice) if choice else None,
-            template.date if template else None,
-            t.notes,
-            notes,
-            tool_notes,
-            template is not None and template.speaks_alpaca,
+            vocab_size=tokenizer.core.get_vocab_size(),
+            eos=tokenizer.eos,
+            eos_token=tokenizer.eos_token,
+            pad=tokenizer.pad,
+            unknown=None if tokenizer.unknown is None else tokenizer.core.id_to_token(tokenizer.unknown),
+            tokenizer=tokenizer.fingerprint,
+            chosen=standalone(tokenizer, choice) if choice else None,
         )
+        if template:
+            cuts = cut_marks(tokenizer, template) if (choice or ("",))[0] != "plain" else []  # whose marks are words
+            self._facts = self._facts._replace(
+                template=template.fingerprint,
+                date=template.date,
+                template_notes=(*template.notes(False), *cuts),
+                tool_notes=(*template.notes(True), *cuts),
+                alpaca=template.speaks_alpaca,
+            )
 
     def facts(self) -> Facts:
         return self._facts
@@ -261,26 +254,24 @@ class _Programs:
     def tokens(self) -> dict[str, int]:
         return self._tokenizer.core.get_vocab(with_added_tokens=True)
 
-    def encode(self, facts: Facts, examples: Sequence[Example]) -> Encoded:
-        if self._facts != facts:
-            raise InputError("the tokenizer or its chat template was changed while data was read. Start again.")
+    def encode(self, examples: Sequence[Example]) -> Encoded:
         return encode(examples, self._tokenizer, self._template, _limit)
 
     def prompt(self, prompt: str | Chat) -> np.ndarray:
         """(n,) int32 of a text to continue, or of messages to answer. Raises BadRow."""
-        text, is_text = prompt, isinstance(prompt, str)
         if isinstance(prompt, Chat):
             if self._template is None:
                 raise BadRow("messages need a chat template, and there is none. Give --chat-template plain, or a text")
             _limit(size(prompt))
             text = self._template.prompt(prompt)
-        assert isinstance(text, str)
+        else:
+            text = prompt
         _limit(len(text))
         check(text)
         (tokens,) = self._tokenizer.encode([text])
         if isinstance(tokens, BadRow):
             raise tokens
-        return self._tokenizer.wrap(tokens[0], end=False)[0] if is_text else tokens[0]
+        return tokens[0] if isinstance(prompt, Chat) else self._tokenizer.wrap(tokens[0], end=False)[0]
 
     def unread(self, chat: Chat) -> list[str]:
         return self._template.unread(chat.variables or {}, chat.tools) if self._template else []
@@ -307,8 +298,6 @@ def _begin_process(alive: Connection, folder: Path, choice: tuple[str, str] | No
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
     most = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + MEMORY
     resource.setrlimit(resource.RLIMIT_AS, (most if soft == resource.RLIM_INFINITY else min(most, soft), hard))
-    with contextlib.suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text("1000")  # the first to be killed if memory runs out
     signal.setitimer(signal.ITIMER_PROF, LOADING)
     try:
         _of_this_process.append(_Programs(folder, choice, date))

@@ -140,7 +140,6 @@ def notes_on(
     if codec is None:
         return notes
     facts, talks = codec.facts, codec.facts.template and n["chats"]
-    notes += facts.notes
     if n["unknown"]:
         share = percent(n["unknown"] / tokens)
         notes.append(f"{share} of the tokens are {facts.unknown}: the tokenizer has none for this text")

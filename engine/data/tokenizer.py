@@ -53,7 +53,6 @@ class Tokenizer:
     eos: int | None  # after it
     config: Fields  # tokenizer_config.json
     fingerprint: str  # of all that decides ids
-    notes: tuple[str, ...] = ()  # for the user
     unknown: int | None = None  # id of the unknown token
     stops: tuple[str, ...] = ()  # tokens at which generation stops
 
@@ -82,10 +81,8 @@ class Tokenizer:
         try:
             return [_tokens(e, offsets) for e in run(list(texts), add_special_tokens=False)]
         except BaseException as error:
-            reason = _reason(error)
-        if len(texts) > 1:  # which one?
-            return [self.encode([text], offsets)[0] for text in texts]
-        return [BadRow(f"the tokenizer fails on it: {reason}")]
+            fault = _fault(error)
+        return [self.encode([text], offsets)[0] for text in texts] if len(texts) > 1 else [fault]
 
     def part(self, before: str, text: str, after: str) -> Tokens | BadRow:
         """The tokens that begin in `text`, a piece of a long text, without offsets."""
@@ -107,7 +104,7 @@ class Tokenizer:
         try:
             return self.core.decode([int(i) for i in ids], skip_special_tokens=False)
         except BaseException as error:
-            raise BadRow(f"the tokenizer fails on it: {_reason(error)}") from None
+            raise _fault(error) from None
 
 
 def _tokens(encoding: tokenizers.Encoding, offsets: bool) -> Tokens:
@@ -116,30 +113,24 @@ def _tokens(encoding: tokenizers.Encoding, offsets: bool) -> Tokens:
     return np.array(ids, np.int32), np.fromiter(flat, np.int32, 2 * len(ids)).reshape(-1, 2) if offsets else None
 
 
-def _reason(error: BaseException) -> str:
+def _fault(error: BaseException) -> BadRow:
     """The library's message. Errors that are not the library's (Ctrl-C, an exit, MemoryError) are raised."""
     panic = (type(error).__module__, type(error).__name__) == ("pyo3_runtime", "PanicException")  # a BaseException
     if not panic and (not isinstance(error, Exception) or isinstance(error, MemoryError)):
         raise error
-    return " ".join(str(error).split()) or type(error).__name__
+    return BadRow(f"the tokenizer fails on it: {' '.join(str(error).split()) or type(error).__name__}")
 
 
 # ---------------------------------------------------------------- loading
 
 
-def load_tokenizer(folder: str | Path) -> Tokenizer | None:
-    """The tokenizer of a folder; None without a tokenizer.json. Raises InputError if it cannot be used."""
+def load_tokenizer(folder: str | Path) -> Tokenizer:
+    """The tokenizer of a folder with a tokenizer.json. Raises InputError if it cannot be used."""
     folder = Path(folder)
-    if not (folder / "tokenizer.json").is_file():
-        return None
     stored, config = _object(folder / "tokenizer.json"), _object(folder / "tokenizer_config.json")
-    spec = stored | {"truncation": None, "padding": None}
     older = {} if "added_tokens_decoder" in config else _object(folder / "special_tokens_map.json")
-    model = spec["model"] if isinstance(spec.get("model"), dict) else {}
-    notes, dropout = list[str](), model.get("dropout")
-    if dropout:
-        spec |= {"model": model | {"dropout": None}}
-        notes.append(f"the tokenizer's BPE dropout ({dropout}) is left off: equal texts have equal tokens")
+    model = stored["model"] if isinstance(stored.get("model"), dict) else {}
+    spec = stored | {"truncation": None, "padding": None, "model": model | {"dropout": None}}
     try:
         added = _added(stored, config, older, _object(folder / "added_tokens.json"))
         core = _made(spec, added)
@@ -148,22 +139,23 @@ def load_tokenizer(folder: str | Path) -> Tokenizer | None:
         core = _made(spec | {"post_processor": None}, added)  # it adds tokens and may trim offsets
         core.encode_special_tokens = config.get("split_special_tokens") is True
         names = {name: text for name, token in _named(config, older).items() if (text := _text(token)) is not None}
-        ends = _model_ends(core, folder)
-        bos, eos = _bos(core, config, names, lead), _eos(core, names, [*tail[-1:], *ends])
+        ends, bos = _model_ends(core, folder), tuple(lead)
+        if (adds := config.get("add_bos_token")) is not None:
+            first = core.token_to_id(names.get("bos_token", ""))
+            bos = (first,) if adds and first is not None else ()
+        others = [*tail[-1:], *ends, core.token_to_id("<|endoftext|>")]
+        eos = core.token_to_id(names["eos_token"]) if "eos_token" in names else others[0]
         np.array([*bos, eos or 0], np.int32)  # they fit
     except InputError:
         raise
     except BaseException as error:
-        reason = f"cannot be used: {_reason(error)}"
-        raise InputError(f"{folder / 'tokenizer.json'} {reason}. Download it again.") from None
+        raise InputError(f"{folder / 'tokenizer.json'}: {_fault(error)}. Download it again.") from None
     parts = [spec, names, bos, eos, [repr(token) for token in added], core.encode_special_tokens]
     fingerprint = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
     name, number = model.get("unk_token"), model.get("unk_id")
     unknown = core.token_to_id(name) if isinstance(name, str) else number if type(number) is int else None
     stops = [core.id_to_token(i) for i in dict.fromkeys([*ends, *([] if eos is None else [eos])])]
-    return Tokenizer(
-        core, folder, names, bos, eos, config, fingerprint, tuple(notes), unknown, tuple(filter(None, stops))
-    )
+    return Tokenizer(core, folder, names, bos, eos, config, fingerprint, unknown, tuple(filter(None, stops)))
 
 
 def _made(spec: Fields, added: list[tokenizers.AddedToken]) -> tokenizers.Tokenizer:
@@ -201,18 +193,19 @@ def _added(spec: Fields, config: Fields, older: Fields, by_name: Fields) -> list
     """Tokens to add to tokenizer.json, in order: those of added_tokens_decoder, else of added_tokens.json (`by_name`)
     and tokenizer.json; then those of tokenizer_config.json and special_tokens_map.json that are none of these.
     """
-    named, extra = _named(config, older), _extra(config, older)
+    named, lists = _named(config, older), [fields.get(key) for fields in (config, older) for key in _EXTRA]
     if isinstance(padding := spec.get("padding"), dict):
         named = {"pad_token": padding.get("pad_token")} | named
+    extra = next((tokens for tokens in lists if isinstance(tokens, list) and tokens), [])
     ordered = [named.get(name) for name in (*_NAMES, *(name for name in named if name not in _NAMES))]
     special = {text for token in (*ordered, *extra) if (text := _text(token))}
     listed = [token for token in spec.get("added_tokens") or () if _text(token)]
-    decoder, by_id = config.get("added_tokens_decoder"), dict[int, tokenizers.AddedToken]()
+    decoder = config.get("added_tokens_decoder")
     if isinstance(decoder, dict):
         by_id = {int(i): _token(token) for i, token in decoder.items() if i.isdecimal() and _text(token)}
     else:
-        for text, i in by_name.items():
-            by_id[i] = tokenizers.AddedToken(text, normalized=text not in special, special=text in special)
+        kinds = {text: {"normalized": text not in special, "special": text in special} for text in by_name}
+        by_id = {i: tokenizers.AddedToken(text, **kinds[text]) for text, i in by_name.items()}
         by_id |= {token["id"]: _token(token) for token in listed}
     result = [token for _, token in sorted(by_id.items())]
     known = {token.content for token in result} | {_text(token) for token in listed}
@@ -222,16 +215,6 @@ def _added(spec: Fields, config: Fields, older: Fields, by_name: Fields) -> list
             result[-1].special |= token in ordered
             known.add(text)
     return result
-
-
-def _extra(config: Fields, older: Fields) -> list[Any]:
-    """Further special tokens, under either name; of the older file only those of the newer name, if it has both."""
-    lists = [fields.get(key) for fields in (config, older) for key in _EXTRA]
-    new, additional, older_new, older_additional = (value if isinstance(value, list) else None for value in lists)
-    extra = new or additional if additional is not None else new
-    if older_new is not None:
-        return [*(extra or []), *older_new]
-    return extra if extra is not None else older_additional or []
 
 
 def _text(token: Any) -> str | None:
@@ -253,13 +236,6 @@ def _around(plain: list[int], whole: list[int]) -> tuple[list[int], list[int]]:
     return [], []
 
 
-def _eos(core: tokenizers.Tokenizer, names: dict[str, str], others: list[int]) -> int | None:
-    """eos_token, else the first of `others`: what the post-processor puts last, the model's eos_token_id."""
-    if "eos_token" in names:
-        return core.token_to_id(names["eos_token"])
-    return next(iter(others), core.token_to_id("<|endoftext|>"))
-
-
 def _model_ends(core: tokenizers.Tokenizer, folder: Path) -> list[int]:
     """eos_token_id of generation_config.json, else of config.json."""
     for name in ("generation_config.json", "config.json"):
@@ -269,15 +245,6 @@ def _model_ends(core: tokenizers.Tokenizer, folder: Path) -> list[int]:
         if ids:
             return ids
     return []
-
-
-def _bos(core: tokenizers.Tokenizer, config: Fields, names: dict[str, str], lead: list[int]) -> tuple[int, ...]:
-    """The tokens before a text: as add_bos_token says, else as the post-processor puts them."""
-    adds = config.get("add_bos_token")
-    if adds is None:
-        return tuple(lead)
-    bos = core.token_to_id(names.get("bos_token", ""))
-    return (bos,) if adds and bos is not None else ()
 
 
 # ---------------------------------------------------------------- chat templates
@@ -299,9 +266,8 @@ def load_template(
     where, sources = (choice[0], {"default": choice[1]}) if choice else _templates_of(tokenizer)
     if not sources:
         return None
-    if "default" not in sources:
-        names = ", ".join(sources)
-        raise InputError(f"{where} has chat templates {names}, but no default. Name a file: --chat-template FILE.")
+    if "default" not in sources or not all(isinstance(text, str) for text in sources.values()):
+        raise InputError(f"{where} has no text as its default 'chat_template'. Name a file: --chat-template FILE.")
     try:
         variables = tokenizer.specials | (_ends(tokenizer) if where in BUILT_IN else {})
         return ChatTemplate(sources, variables, date, tokenizer.stops, tokenizer.eos_token)
@@ -347,10 +313,7 @@ def _templates_of(tokenizer: Tokenizer) -> tuple[str, dict[str, str]]:
         written = _object(path).get("chat_template")
     if isinstance(written, list):
         written = {t.get("name"): t.get("template") for t in written if isinstance(t, dict)}
-    sources = {"default": written} if isinstance(written, str) else written or {}
-    if not isinstance(sources, dict) or not all(isinstance(s, str) for pair in sources.items() for s in pair):
-        raise InputError(f"{path}: 'chat_template' is neither a string nor a list of named templates.")
-    return str(path), sources | named
+    return str(path), (written if isinstance(written, dict) else {"default": written} if written else {}) | named
 
 
 def _template(path: Path, what: str = "") -> str:

