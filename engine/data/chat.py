@@ -26,10 +26,8 @@ T = TypeVar("T")
 _LINES = re.compile(r"</?think>|\n")
 _NO_THOUGHT = re.compile(r"\s*<think>\s*</think>")
 _LINKS = ("role", "content", "tool_calls", "tool_call_id", "train")  # checked elsewhere, or order says the same
-_TAKEN = ("messages", "tools", "documents", "add_generation_prompt")
-_SETS = 64  # of variables
+_STYLES = 64  # of them; each has variables of its own
 _TELLING = 64  # characters that are not in a text by chance
-_FOLLOWS = 64  # characters
 _ID = "abc123XYZ"  # Mistral's templates insist on nine characters
 _FILE = "give one that does: --chat-template FILE"
 _TAGS = "give a template with {% generation %} tags: --chat-template FILE"
@@ -47,17 +45,8 @@ class Marked(NamedTuple):
     spans: list[Span]
     said: int = 0  # characters of messages to learn
     unwritten: int = 0  # of these, not in `text`: earlier thoughts, for instance
-    beside: int = 0  # of the unwritten, those of messages with calls
     thoughtless: int = 0  # turns that learn to begin with an empty thought
     unread: tuple[str, ...] = ()  # keys that say something which the template does not write
-
-
-class _Ends(NamedTuple):
-    """What a template writes after the words of the assistant, in {% generation %} if it has tags."""
-
-    last: str  # in the last turn
-    earlier: str  # in an earlier one
-    follows: str  # behind that
 
 
 class ChatTemplate:
@@ -118,20 +107,14 @@ class ChatTemplate:
         return [*([date] if self.date else []), *self._style(_TOOLS if tools else None).notes()]
 
     def _style(self, tools: list[Fields] | None, variables: Mapping[str, Any] | None = None) -> _Style:
-        """The template for conversations with tools or none, with more variables. Raises BadRow if it may not have
-        them.
-        """
-        variables = variables or {}
-        if taken := [name for name in variables if name in _TAKEN or not name.isidentifier()]:
-            what = "which is set by other means" if taken[0] in _TAKEN else "which is not a variable name"
-            raise BadRow(f"'chat_template_kwargs' sets {taken[0]!r}, {what}; leave it out")
-        key = tools is not None, json.dumps(variables, sort_keys=True)
+        """The template for conversations with tools or none, with variables of a row."""
+        key = tools is not None, json.dumps(variables or {}, sort_keys=True)
         if key not in self._styles:
-            if len(self._styles) >= _SETS:
+            if len(self._styles) >= _STYLES:
                 self._styles.clear()
             template = self._templates["tool_use" if key[0] and "tool_use" in self._templates else "default"]
             probes = _TOOLS if key[0] else None
-            self._styles[key] = _Style(template.with_variables(variables), probes, self._stops, self._eos)
+            self._styles[key] = _Style(template.with_variables(variables or {}), probes, self._stops, self._eos)
         return self._styles[key]
 
 
@@ -157,20 +140,15 @@ class _Style:
             context = [span for i, yes in enumerate(wanted) if not yes for span in turns.get(i, ())]
             spans = [span for span in rendering.generated if not any(_within(span, other) for other in context)]
         else:
-            if self._has_answers and any(message["role"] == "tool" for message in messages):
-                raise BadRow(
-                    "the chat template writes answers of tools into the assistant's turns, so the assistant's text "
-                    f"cannot be located; {_TAGS}"
-                )
             spans = [self._turn(i, messages, rendering) for i, yes in enumerate(wanted) if yes]
         _check_calls(messages, wanted, rendering, template.tags)
         if self.last_end and wanted[-1:] == [True] and spans[-1][1] == len(text) and not text.endswith(self.last_end):
             text += self.last_end  # no next turn: the model stops there, too
             spans[-1] = (spans[-1][0], len(text))
         counts = [_unwritten(messages[i], rendering.written(i) or text) for i, yes in enumerate(wanted) if yes]
-        said, unwritten, beside = (sum(column) for column in zip(*counts, strict=True)) if counts else (0, 0, 0)
+        said, unwritten = (sum(column) for column in zip((0, 0), *counts, strict=True))
         thoughtless = sum(bool(_NO_THOUGHT.match(text, start, stop)) for start, stop in spans)
-        return Marked(text, spans, said, unwritten, beside, thoughtless, self._unread(messages, text))
+        return Marked(text, spans, said, unwritten, thoughtless, self._unread(messages, text))
 
     def written(self, chat: Chat, render: Callable[[list[Fields]], T]) -> tuple[T, list[Fields]]:
         """(what `render` makes of the messages, these): with lists of parts if the template takes them in all roles,
@@ -195,7 +173,8 @@ class _Style:
     def _turn(self, i: int, messages: list[Fields], rendering: Rendering) -> Span:
         """The characters of message i to train on. Raises BadRow if they cannot be located."""
         spans, opening, before = rendering.turns.get(i, []), None, messages[i - 1]["role"] if i else "user"
-        if len(spans) == 1:
+        mixed = self._has_answers and any(message["role"] == "tool" for message in messages)
+        if len(spans) == 1 and not mixed:
             (start, stop), text = spans[0], rendering.text
             written = text[start:stop]
             opening = next((opening for opening in self._openings(before) if written.startswith(opening)), None)
@@ -207,12 +186,12 @@ class _Style:
             if opening is None and before == "tool" and messages[i].get("tool_calls"):
                 opening = ""
         if opening is None:
-            what = f"the chat template writes message {i} (assistant) so that its text cannot be located"
-            raise BadRow(f"{what}; {_TAGS}")
-        end = start + len(written.rstrip() if self._ends.last.strip() else written)
-        if self._stopped_by_next:
-            end += next((len(stop) for stop in self._stops if text.startswith(stop, end)), 0)
-        return start + len(opening), end
+            raise BadRow(
+                f"the chat template writes message {i} (assistant) so that its text cannot be located; {_TAGS}"
+            )
+        if self._ends[0].strip():
+            return start + len(opening), start + len(written.rstrip())
+        return start + len(opening), stop + next((len(s) for s in self._stops if text.startswith(s, stop)), 0)
 
     # ------------------------------------------------ checks
 
@@ -234,13 +213,14 @@ class _Style:
             return
         absent = [i for i in marks if i not in rendering.turns and words[i] not in rendering.text]
         with suppress(BadRow):
-            other = self.template.render(_replaced(messages, marks), tools)
+            replaced = [m | ({"content": marks[i]} if i in marks else {}) for i, m in enumerate(messages)]
+            other = self.template.render(replaced, tools)
             # A turn may also have the words in another form, in capitals for instance.
             absent = [i for i in marks if marks[i] not in other.text and other.written(i) == rendering.written(i)]
         for i in absent[:1]:
             role = messages[i]["role"]
             ways = f"call it 'system' in the data, or {_FILE}" if role == "developer" else _FILE
-            raise BadRow(f"the chat template writes nothing for message {i} (role {role!r}); {ways}")
+            raise _not_written(f"message {i} (role {role!r})", ways)
 
     def _unread(self, messages: list[Fields], text: str) -> tuple[str, ...]:
         """Keys of messages that the template does not name, or whose words it does not write, as messages[].KEY."""
@@ -262,13 +242,10 @@ class _Style:
 
     def notes(self) -> list[str]:
         """Notes for the user, but for the date."""
-        end, stops = self._ends.last.strip().partition("\n")[0][:NAME], ", ".join(self._stops[:3])
-        if not end and self.template.tags:
-            return [
-                "the chat template's {% generation %} tags leave out the end of the turn, so stopping is not learned"
-            ]
+        end, stops = self._ends[0].strip().partition("\n")[0][:NAME], ", ".join(self._stops[:3])
         if not end and not self.last_end:
-            return ["the chat template ends the assistant's last message with no mark, so stopping is not learned"]
+            where = "inside its {% generation %} tags" if self.template.tags else "behind the assistant's last message"
+            return [f"the chat template writes no end mark {where}, so stopping is not learned"]
         if end and self._stops and not end.startswith(self._stops):
             what = f"the chat template ends answers with {end}, but generation stops at {stops}"
             return [f"{what}: add it to eos_token_id"]
@@ -277,8 +254,11 @@ class _Style:
     # ------------------------------------------------ probes
 
     @cached_property
-    def _ends(self) -> _Ends:
-        last = earlier = follows = ""
+    def _ends(self) -> tuple[str, str]:
+        """What the template writes behind the words of the assistant: in the last turn, inside {% generation %} if it
+        has tags; and in an earlier one, or what follows it.
+        """
+        last = earlier = ""
         for reply in _replies()[:2]:
             with suppress(BadRow):  # twice: many templates write the last turn, with its thoughts, differently
                 rendering = self.template.render([_QUESTION, reply, _QUESTION, reply], self._tools)
@@ -286,28 +266,19 @@ class _Style:
                 for start, stop in rendering.generated if self.template.tags else turns:
                     _, probe, after = rendering.text[start:stop].rpartition(PROBE)
                     if probe:
-                        last, earlier = after, earlier or after
-                        follows = follows or rendering.text[stop : stop + _FOLLOWS]
-        return _Ends(last, earlier, follows)
-
-    @cached_property
-    def _stopped_by_next(self) -> bool:
-        """Whether the assistant's turns end with the opening of the next turn, as in GLM."""
-        ended = not self._stops or self.template.tags or self._ends.last.strip()
-        return not ended and self._ends.follows.startswith(self._stops)
+                        last = after
+                        earlier = earlier or after.strip() or rendering.text[stop:]
+        return last, earlier
 
     @cached_property
     def last_end(self) -> str:
-        """The token that the last turn lacks: the end token if others end with the next opening, or the end of the
-        earlier turns; else "".
+        """The token that the last turn lacks: the end token if the opening of the next one ends others, as in GLM, or
+        the end of the earlier turns; else "".
         """
-        if self.template.tags or self._ends.last.strip():
+        last, earlier = self._ends
+        if self.template.tags or last.strip() or not earlier.startswith(self._stops):
             return ""
-        return (
-            self._eos
-            if self._stopped_by_next
-            else next((s for s in self._stops if self._ends.earlier.strip() == s), "")
-        )
+        return earlier if earlier in self._stops else self._eos
 
     def _openings(self, role: str) -> list[str]:
         """Possible openings of an answer behind a message of that role, the likeliest first: what the prompt adds, and
@@ -420,16 +391,15 @@ def _with_parts(message: Fields, parts: bool) -> Fields:
     return {**message, "content": [{"type": "text", "text": t} for t in texts] if parts else "\n".join(texts)}
 
 
-def _replaced(messages: list[Fields], words: Mapping[int, str]) -> list[Fields]:
-    """The messages, some with other words."""
-    return [{**message, "content": words[i]} if i in words else message for i, message in enumerate(messages)]
-
-
 # ---------------------------------------------------------------- checks
 
 
 def _within(span: Span, other: Span) -> bool:
     return other[0] <= span[0] and span[1] <= other[1]
+
+
+def _not_written(what: str, ways: str = _FILE) -> BadRow:
+    return BadRow(f"the chat template does not write {what}; {ways}")
 
 
 def _check_calls(messages: list[Fields], wanted: list[bool], rendering: Rendering, tags: bool) -> None:
@@ -442,20 +412,18 @@ def _check_calls(messages: list[Fields], wanted: list[bool], rendering: Renderin
             spans = [block for block in rendering.generated if any(_within(block, span) for span in spans)]
         written = "".join(rendering.text[start:stop] for start, stop in spans)
         if any(call["function"]["name"] not in written for call in message["tool_calls"]):
-            raise BadRow(f"the chat template does not write the tool calls of message {i}; {_FILE}")
+            raise _not_written(f"the tool calls of message {i}")
 
 
 def _check_tools(tools: list[Fields] | None, text: str) -> None:
     for tool in tools or []:
         name = tool.get("function", tool).get("name")
         if isinstance(name, str) and name not in text:
-            way_out = f"{_FILE}, or leave them out: --map unused=tools"
-            raise BadRow(f"the chat template does not write the tool {name!r}; {way_out}")
+            raise _not_written(f"the tool {name!r}", f"{_FILE}, or leave them out: --map unused=tools")
 
 
-def _unwritten(message: Fields, turn: str) -> tuple[int, int, int]:
-    """(characters of a message, those that its turn lacks, of these the ones beside calls), compared by line."""
+def _unwritten(message: Fields, turn: str) -> tuple[int, int]:
+    """(characters of a message, those that its turn lacks), compared by line."""
     texts = [message.get("content"), thoughts_of(message)]
     lines = [line.strip() for text in texts if isinstance(text, str) for line in _LINES.split(text)]
-    lost = sum(len(line) for line in lines if line not in turn)
-    return sum(map(len, lines)), lost, lost if message.get("tool_calls") else 0
+    return sum(map(len, lines)), sum(len(line) for line in lines if line not in turn)

@@ -14,7 +14,7 @@ from trireme.engine.data.read import ROW, BadRow
 from trireme.engine.data.template import Span
 from trireme.engine.data.tokenizer import Tokenizer, Tokens
 
-OF_TEXTS = ("said", "unwritten", "beside", "thoughtless")  # counts of Marked
+OF_TEXTS = ("said", "unwritten", "thoughtless")  # counts of Marked
 COUNTED = ("characters", "unknown", *OF_TEXTS, "early", "spaced")
 
 

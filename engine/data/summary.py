@@ -167,11 +167,8 @@ def _notes_on_masks(n: Mapping[str, int]) -> list[str]:
     """Notes on what is trained and may not be meant, or is not trained."""
     notes = list[str]()
     if n["unwritten"]:
-        beside = n["beside"] == n["unwritten"]
-        what = (
-            f"{percent(n['unwritten'] / n['said'])} of what the assistant says{' beside tool calls' if beside else ''}"
-        )
-        keep = "--chat-template FILE that writes it" + ("" if beside else " (as message.reasoning_content)")
+        what = f"{percent(n['unwritten'] / n['said'])} of what the assistant says"
+        keep = "--chat-template FILE that writes it (reasoning is message.reasoning_content)"
         notes.append(f"the chat template leaves out {what}, which is not trained: to train it too, {keep}")
     if n["early"]:
         where = f"{count(n['early'], 'row')} with an end token inside the trained text"

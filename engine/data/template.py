@@ -31,11 +31,7 @@ Span = tuple[int, int]  # characters [start, stop)
 BUILT_IN = {path.stem: path.read_text() for path in sorted((Path(__file__).parent / "templates").glob("*.jinja"))}
 ALPACA = "Below is an instruction that describes a task"
 PROBE = "Qz7"  # in no template
-THOUGHTS = (
-    "reasoning_content",
-    "thinking",
-    "reasoning",
-)  # keys of thoughts: `thinking` in gpt-oss, `reasoning` in Solar
+THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # keys: `thinking` in gpt-oss, `reasoning` in Solar
 
 # Turn N of a loop over messages: _TURN N _OF … _END; a generation block: _GENERATION … _DONE.
 _TURN, _OF, _END, _GENERATION, _DONE = "\ufdd0", "\ufdd1", "\ufdd2", "\ufdd3", "\ufdd4"
@@ -227,22 +223,20 @@ class Template:
     def _run(
         self, template: jinja2.Template, messages: Sequence[Fields], tools: list[Fields] | None, prompt: bool
     ) -> str:
-        taken, refusal = [self._as_taken(message) for message in messages], BadRow("")
-        for filled in ({}, {"content": None}, {"content": ""}):  # of calls alone: templates ask for null, or for a text
-            try:
+        taken = [self._as_taken(message) for message in messages]
+        for filled in ({}, {"content": None}):  # of calls alone: some templates ask for null, or for a text
+            with suppress(BadRow):
                 return self._rendered(template, [filled | message for message in taken], tools, prompt)
-            except BadRow as error:
-                refusal = refusal if str(refusal) else error
-        raise refusal
+        return self._rendered(template, [{"content": ""} | message for message in taken], tools, prompt)
 
     def _rendered(
         self, template: jinja2.Template, taken: Sequence[Fields], tools: list[Fields] | None, prompt: bool
     ) -> str:
         marked = template is self._marked
         messages = [_Message(message, i) for i, message in enumerate(taken)] if marked else taken
-        values = {"tools": tools, "documents": None, "add_generation_prompt": prompt} | self._variables
+        fixed = {"messages": messages, "tools": tools, "documents": None, "add_generation_prompt": prompt}
         try:
-            return template.render(messages=messages, **values)
+            return template.render(self._variables | fixed)
         except Exception as error:  # the template may have written it, at any length
             reason = shown(" ".join(str(error)[:10_000].split()), 500) or type(error).__name__
             verb = "refuses" if isinstance(error, jinja2.exceptions.TemplateError) else "fails on"
