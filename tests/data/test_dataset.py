@@ -64,7 +64,7 @@ def bracketed(data):
     pack=st.booleans(),
     batch=st.integers(1, 5),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_what_becomes_of_every_token(tmp_path_factory, lengths, seq_len, long, pack, batch):
     path = tmp_path_factory.mktemp("data") / "rows.jsonl"
     rows = [[100 * i + k for k in range(n)] for i, n in enumerate(lengths)]
@@ -94,7 +94,7 @@ def test_what_becomes_of_every_token(tmp_path_factory, lengths, seq_len, long, p
 
 
 @given(lengths=st.lists(st.integers(1, 30), min_size=1, max_size=200), capacity=st.integers(30, 64))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_packing_puts_each_document_into_one_sequence(lengths, capacity):
     order, starts = documents.best_fit(np.array(lengths), capacity)
     assert sorted(order.tolist()) == [*range(len(lengths))]

@@ -75,7 +75,7 @@ def test_no_byte_is_written(cfg):
 
 
 @pytest.mark.full
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=16, deadline=None)
 @given(st.integers(1, 400), st.integers(1, 400), st.sampled_from(NAMES), st.integers(1, 2))
 def test_a_plan_fits_or_is_refused(gpu, ram, name, gpus):
     cfg, limits = untrained(MODELS[name]), Limits(gpu << 10, ram << 10, gpus)

@@ -190,7 +190,7 @@ SLOW = dict(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 @pytest.mark.full
-@settings(max_examples=12, **SLOW)
+@settings(max_examples=5, **SLOW)
 @given(SEEDS, st.integers(2, 4), st.integers(0, 99), st.sampled_from((0.0, 1e-2, 1.0)))
 def test_any_plan_with_any_delays(drawn, hosts, seed, clip):
     model, plan = drawn

@@ -114,6 +114,7 @@ def test_the_load_of_experts_is_that_of_all_gpus(experts_in_one_memory, deal):
     check_experts(experts_in_one_memory, lambda gpus: RealQueues("cpu", extra=("poison",), gpus=gpus), deal)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("late", ["compute", "compute1", "hop_in"])
 def test_the_load_of_experts_waits_for_any_queue(experts_in_one_memory, late):
     check_experts(experts_in_one_memory, lambda gpus: LateQueues({late}, gpus), (0, 1))

@@ -264,6 +264,7 @@ def model_and_plan(seed):
 SEEDS = st.integers(0, 1 << 32).map(model_and_plan)
 
 
+@pytest.mark.full
 @settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(SEEDS, st.integers(0, 99), st.booleans(), PLACES, LOSSES)
 def test_any_plan_with_any_delays(drawn, seed, jitter, between, method):
@@ -274,7 +275,7 @@ def test_any_plan_with_any_delays(drawn, seed, jitter, between, method):
 
 
 @pytest.mark.full
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(SEEDS, PLACES)
 def test_any_plan_with_requests_of_classes(drawn, between):
     """Requests wait for one slow drive, and those of lower classes are passed."""
@@ -284,7 +285,7 @@ def test_any_plan_with_requests_of_classes(drawn, between):
 
 
 @pytest.mark.full
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(SEEDS, st.sets(st.sampled_from((*queues_of(4), "poison"))), PLACES, LOSSES)
 def test_any_plan_with_any_queues_late(drawn, late, between, method):
     model, plan = drawn
@@ -294,7 +295,7 @@ def test_any_plan_with_any_queues_late(drawn, late, between, method):
 
 
 @pytest.mark.full
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=10, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(SEEDS, st.tuples(*[st.integers(0, 2)] * 3), LOSSES)
 @example(("untied", gpu_plan(LLAMA, units=(UnitPlan("ram", "ram"),) * 5, window=1)), (0, 1, 2), None)
 def test_what_is_simulated_is_what_runs(drawn, evaluations, method):

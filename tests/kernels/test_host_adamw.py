@@ -459,6 +459,7 @@ def test_without_march_native(fresh, monkeypatch, tmp_path):
     both(host_adamw.adamw_, state(1001, True, BF16))
 
 
+@pytest.mark.full
 @needs_compiler
 @pytest.mark.parametrize("cache", [True, False])
 def test_what_a_killed_compiler_leaves_is_removed_by_the_next(fresh, monkeypatch, tmp_path, cache):

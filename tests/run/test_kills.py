@@ -34,12 +34,12 @@ FILES = {
     "tokenizer": ("host 32", "../model/tokenizer.json"),
     "data": ("host 32", "../text.txt"),
 }
-OTHERS = ("touched", "cut", "neighbour")  # ways to spoil a file, beside the two that each of them meets
+OTHERS = ("touched", "cut", "neighbour")  # ways to spoil a file, beside being gone or flipped, of which each meets one
 COMMANDS = ("--resume", "the same command")
 ROWS = [
     (name, how, COMMANDS[(i + j) % 2])
     for i, name in enumerate(FILES)
-    for j, how in enumerate(("gone", "flipped", OTHERS[i % 3]))
+    for j, how in enumerate((("gone", "flipped")[i % 2], OTHERS[i % 3]))
 ]
 pytestmark = pytest.mark.full
 NEIGHBOUR = "mine: not of the run"
@@ -51,7 +51,7 @@ def bench(tmp_path_factory):
     return make_bench(tmp_path_factory.mktemp("kills"))
 
 
-@pytest.mark.parametrize("seed", range(24))
+@pytest.mark.parametrize("seed", range(12))
 def test_a_run_killed_anywhere_ends_as_the_undisturbed_one(bench, seed):
     made = trial(bench, seed)
     assert not made.wrong, made

@@ -220,6 +220,7 @@ def test_a_moved_input_is_named(stopped_run, tmp_path, monkeypatch):
 # ---------------------------------------------------------------- the reference of preferences
 
 
+@pytest.mark.full
 def test_a_lost_reference_is_computed_again(checkpoint, tmp_path, monkeypatch, capsys):
     rows = [dict(prompt=f"{i} is", chosen=f" {i}", rejected=f" {i + 1}") for i in range(40)]
     write_rows(checkpoint / "pairs.jsonl", rows)

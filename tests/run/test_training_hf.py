@@ -150,6 +150,7 @@ def test_neftune(family):
         assert norm == pytest.approx(expected_norm, rel=5e-3)
 
 
+@pytest.mark.full
 def test_label_smoothing():
     """As torch's cross_entropy, which transformers' LabelSmoother equals."""
     model, cfg = oracle("llama", FAMILIES["llama"])
