@@ -116,7 +116,7 @@ def test_plans_of_large_models_fit(name):
 
 @pytest.mark.full
 @settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
-@given(st.sampled_from(sorted(LARGE)), st.floats(0.3, 1.1), st.floats(0.15, 1.1))
+@given(st.sampled_from(("405B, little RAM", "70B", "8B on four")), st.floats(0.3, 1.1), st.floats(0.15, 1.1))
 def test_plans_of_large_models_fit_in_any_limits(name, gpu, ram):
     try:
         cfg, choice, limits, rates, _ = planned(name, (gpu, ram))
