@@ -126,22 +126,17 @@ class Fitted:
 def fit(rows: np.ndarray, files: Sequence[TokenFile], seq_len: int, long: str | None) -> Fitted:
     """Fits documents into seq_len tokens each. `long`: as of DataOptions. Raises InputError."""
     width = rows.shape[1]
-    if long == "split" and width > 1:
-        raise InputError("--long split: a pair's documents are compared as wholes. Take cut, drop or error.")
     learnable: np.ndarray = np.asarray((rows["trained"] > 0).all(1))
     rows = rows[learnable]
     longer: np.ndarray = np.asarray((rows["length"] > seq_len).any(1))
     n_longer, longest = int(longer.sum()), int(rows["length"].max(initial=0))
     if long == "error" and n_longer:
-        ways = "cut, drop or split" if width == 1 else "cut or drop"
-        raise InputError(
-            f"{n_longer:,} rows have more than --seq-len {seq_len} tokens, the longest {longest:,}. Give a larger "
-            f"--seq-len, or --long {ways}."
-        )
+        what = f"{n_longer:,} rows have more than --seq-len {seq_len} tokens, the longest {longest:,}"
+        raise InputError(f"{what}. Give a larger --seq-len, or --long cut or drop.")
     if long == "drop":
         rows, longer = rows[~longer], longer[~longer]
     text = np.array([is_text(file) for file in files])[rows["file"][:, 0]]
-    split = longer & ((long == "split") | (text & (long is None) & (width == 1)))
+    split = longer & ((long == "split") | (text & (long is None))) & (width == 1)  # pairs are compared as wholes
     documents, splits = rows.reshape(-1), np.repeat(split, width)
     document, start, length = cut_points(
         np.where(splits, documents["length"], documents["length"].clip(max=seq_len)), seq_len

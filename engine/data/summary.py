@@ -80,7 +80,10 @@ class Report:
         length = f"length p50 {c.p50:,.0f}, p99 {c.p99:,.0f}, max {c.longest:,}"
         lines.append(f"{held_out}{compact(c.tokens)} tokens{trained}; {length}")
         if o.kind == "labels":
-            lines.append(f"{c.rows - c.bad:,} good and {c.bad:,} bad answers{self._balance()}")
+            (few, flag), (many, _) = sorted([(c.bad, "--undesirable-weight"), (c.rows - c.bad, "--desirable-weight")])
+            ratio = many / few if few else 0.0
+            advice = f"; {flag} {ratio:.2g} balances them" if ratio > 4 / 3 else "" if few else ": kto needs both"
+            lines.append(f"{c.rows - c.bad:,} good and {c.bad:,} bad answers{advice}")
         lines += self.losses()
         packed, single = ("packed into ", "") if o.pack else ("", ", one row each")
         lines.append(
@@ -89,30 +92,17 @@ class Report:
         )
         return [*lines, *(note if note.startswith(WARNING) else f"note: {note}" for note in self.notes)]
 
-    def _balance(self) -> str:
-        """Advice where one kind outweighs the other, as TRL gives it."""
-        good, bad = self.counts.rows - self.counts.bad, self.counts.bad
-        if not (good and bad):
-            return ": kto needs both"
-        flag, ratio = ("--undesirable-weight", good / bad) if good > bad else ("--desirable-weight", bad / good)
-        return f"; {flag} {ratio:.2g} balances them" if ratio > 4 / 3 else ""
-
     def losses(self) -> list[str]:
         """Lines on rows that were cut, split or dropped."""
         f, o, lines = self.fitted, self.options, list[str]()
         if f.longer:
-            counts = {
-                "cut": f.cut,
-                "split": f.split,
-                "dropped": f.dropped,
-                "dropped, as what they train lies beyond it": f.lost,
-            }
+            beyond = "dropped, as what they train lies beyond it"
+            counts = {"cut": f.cut, "split": f.split, "dropped": f.dropped, beyond: f.lost}
             what = ", ".join(f"{n:,} {word}" for word, n in counts.items() if n)
-            ways = "cut|drop|error" if o.paired else "cut|drop|split|error"
+            share = percent(min(1.0, f.longer / self.counts.rows))
             lines.append(
-                f"at --seq-len {o.seq_len}: longer {count(f.longer, 'row')} "
-                f"({percent(min(1.0, f.longer / self.counts.rows))}): {what}; "
-                f"--seq-len {f.longest} keeps all   (--long {ways})"
+                f"at --seq-len {o.seq_len}: longer {count(f.longer, 'row')} ({share}): {what}; --seq-len {f.longest} "
+                f"keeps all   (--long cut|drop|{'' if o.paired else 'split|'}error)"
             )
         if f.unlearnable:
             lines.append(f"{count(f.unlearnable, 'row')} dropped: nothing in them is trained")
@@ -128,61 +118,54 @@ def notes_on(
     n = Counter[str]()
     for file in files:
         n.update(file.meta["counts"])
-    tokens, notes = sum(int(file.offsets[-1]) for file in files), list[str]()
-    if not all(file.meta["counts"]["chats"] for file in files):
-        flags = {"--system": options.system, "--chat-template-kwargs": options.variables}
-        notes += [f"{flag} is for conversations, and not used in other rows" for flag, value in flags.items() if value]
+    tokens = sum(int(file.offsets[-1]) for file in files)
     weights = np.abs(np.concatenate([file.weights for file in files]))
-    if (weights != 1).any():
-        notes.append(f"rows count by their column 'weight', {weights.min():g} to {weights.max():g}")
-    if any(file.meta["rows"] == options.max_samples for file in files):
-        notes.append(f"--max-samples {options.max_samples:,}: no more rows of a file are read")
+    talks_alone = all(file.meta["counts"]["chats"] for file in files)
+    full = any(file.meta["rows"] == options.max_samples for file in files)
+    elsewhere = "is for conversations, and not used in other rows"
+    notes = {
+        f"--system {elsewhere}": options.system and not talks_alone,
+        f"--chat-template-kwargs {elsewhere}": options.variables and not talks_alone,
+        f"rows count by their column 'weight', {weights.min():g} to {weights.max():g}": (weights != 1).any(),
+        f"--max-samples {options.max_samples}: no more rows of a file are read": full,
+    }
+    general = [note for note, holds in notes.items() if holds]
     if codec is None:
-        return notes
+        return general
     facts, talks = codec.facts, codec.facts.template and n["chats"]
-    if n["unknown"]:
-        share = percent(n["unknown"] / tokens)
-        notes.append(f"{share} of the tokens are {facts.unknown}: the tokenizer has none for this text")
-    if n["characters"] > DROPPED * tokens:
-        characters = f"{compact(n['characters'])} characters become {count(tokens, 'token')}"
-        notes.append(f"{characters}: the tokenizer drops what it does not know. Is it the one for this text?")
-    if options.scored:  # a score head says nothing, so what teaches a model to stop does not matter
-        return notes
-    if talks:
-        notes += facts.tool_notes if n["tools"] == n["chats"] else facts.template_notes
     forms = {form: None for file in files for form in file.meta["forms"]}
+    endless = facts.eos is None and not talks and {*forms} - {"input_ids"}
     joined = [form for form in forms if form.startswith("prompt,")] if n["spaced"] or not n["chats"] else []
-    if facts.template and joined:
-        columns = {"prompt": "instruction"} | ({"completion": "output"} if "completion" in joined[0] else {})
-        theirs = {ours: name for name, ours in renames.items()}
-        names = ",".join(f"{other}={theirs.get(ours, ours)}" for ours, other in columns.items())
-        what = "prompt and answer are joined as they are, without the chat template"
-        notes.append(f"{WARNING}{what}; as question and answer, with it: --map {names}")
-    if facts.eos is None and not talks and {*forms} - {"input_ids"}:
-        notes.append("the tokenizer has no end token, so where a text ends is not learned")
-    return notes + _notes_on_masks(n)
-
-
-def _notes_on_masks(n: Mapping[str, int]) -> list[str]:
-    """Notes on what is trained and may not be meant, or is not trained."""
-    notes = list[str]()
-    if n["unwritten"]:
-        what = f"{percent(n['unwritten'] / n['said'])} of what the assistant says"
-        keep = "--chat-template FILE that writes it (reasoning is message.reasoning_content)"
-        notes.append(f"the chat template leaves out {what}, which is not trained: to train it too, {keep}")
-    if n["early"]:
-        where = f"{count(n['early'], 'row')} with an end token inside the trained text"
-        notes.append(f"{where}: the model learns to stop there")
-    if n["thoughtless"]:
-        where = f"at the beginning of {count(n['thoughtless'], 'answer')}"
-        kwargs = "--chat-template-kwargs '{\"enable_thinking\": false}'"
-        notes.append(f"an empty thought is trained {where}; if the template reads it, {kwargs} makes it context")
-    if n["spaced"]:
-        notes.append(
-            f"the space at the end of {count(n['spaced'], 'prompt')} becomes part of the answer's first token, which "
-            "servers do not see so: move it to the answer"
-        )
-    return notes
+    theirs = {ours: name for name, ours in renames.items()}
+    names = f"instruction={theirs.get('prompt', 'prompt')}"
+    names += f",output={theirs.get('completion', 'completion')}" if joined and "completion" in joined[0] else ""
+    beside = n["beside"] == n["unwritten"]
+    left_out = (
+        f"{percent(n['unwritten'] / max(1, n['said']))} of what the assistant says{' beside tool calls' * beside}"
+    )
+    notes = {
+        f"{percent(n['unknown'] / max(1, tokens))} of the tokens are {facts.unknown}: the tokenizer has none for this "
+        "text": n["unknown"],
+        f"{compact(n['characters'])} characters become {count(tokens, 'token')}: the tokenizer drops what it does not "
+        "know. Is it the one for this text?": n["characters"] > DROPPED * tokens,
+    }
+    of_training = {  # a score head says nothing, so what teaches a model to stop does not matter
+        f"{WARNING}prompt and answer are joined as they are, without the chat template; as question and answer, with "
+        f"it: --map {names}": facts.template and joined,
+        "the tokenizer has no end token, so where a text ends is not learned": endless,
+        f"the chat template leaves out {left_out}, which is not trained: to train it too, --chat-template FILE that "
+        "writes it (reasoning is message.reasoning_content)": n["unwritten"],
+        f"{count(n['early'], 'row')} with an end token inside the trained text: the model learns to stop there": (
+            n["early"]
+        ),
+        f"an empty thought is trained at the beginning of {count(n['thoughtless'], 'answer')}; if the template reads "
+        "it, --chat-template-kwargs '{\"enable_thinking\": false}' makes it context": n["thoughtless"],
+        f"the space at the end of {count(n['spaced'], 'prompt')} becomes part of the answer's first token, which "
+        "servers do not see so: move it to the answer": n["spaced"],
+    }
+    template = (facts.tool_notes if n["tools"] == n["chats"] else facts.template_notes) if talks else ()
+    chosen = [[note for note, holds in table.items() if holds] for table in (notes, of_training)]
+    return [*general, *chosen[0], *(() if options.scored else (*template, *chosen[1]))]
 
 
 def example_text(ids: np.ndarray, learned: np.ndarray, codec: Codec | None) -> str:

@@ -58,14 +58,13 @@ def read_names(folder: str | Path) -> Names:
     """Reads scores.json. Raises InputError if the scores cannot teach."""
     path = Path(folder) / NAMES
     try:
-        content = parse_json(read_small(path), "file")
+        content: dict[str, Any] = parse_json(read_small(path), "file")
+        fault = complaint(content, _SHAPE)
     except (OSError, ValueError) as error:
-        raise InputError(f"{path} cannot be read: {why(error)}.") from None
-    wrong = complaint(content, _SHAPE)
-    if wrong or content["format"] != FORMAT:
-        raise InputError(f"{path}: its content{wrong or f'.format is not {FORMAT!r}'}. Score the data again.")
-    if not content["top_k"]:
-        raise InputError(f"{folder} has no top-k tokens, which distillation needs. Score the data with --top-k 64.")
+        content, fault = {}, f": {why(error)}"
+    if fault or content["format"] != FORMAT or not content["top_k"]:
+        what = f"its content{fault}" if fault else f"expected {FORMAT!r} with top-k tokens, which distillation needs"
+        raise InputError(f"{path} cannot be used: {what}. Score the data again, with --top-k 64.")
     return Names(Path(folder), content["model"], content["tokenizer"], content["top_k"], tuple(content["sources"]))
 
 
@@ -91,18 +90,20 @@ def _parts(folder: Path, k: int, vocab: int) -> list[_Part]:
     """The files of a source. Raises InputError."""
     result = list[_Part]()
     while (path := folder / f"part-{len(result):05}.safetensors").is_file():
-        result.append(_read_part(path, k, vocab))
-    if len({part.key for part in result}) > 1:
-        raise InputError(f"{folder} holds parts of several models or data sets. Score the data again.")
+        try:
+            result.append(_read_part(path, k, vocab))
+            if result[-1].key != result[0].key:
+                raise ValueError("is of another model or other data than the first part")
+        except (CheckpointError, ValueError) as error:
+            raise InputError(f"{path}: {error}. Score the data again.") from None
     return result
 
 
 def _read_part(path: Path, k: int, vocab: int) -> _Part:
-    """Maps a file. Raises InputError if it is not what was written, or has other tokens than the model."""
-    try:
-        header = read_header(path)
-    except CheckpointError as error:
-        raise InputError(f"{path} cannot be read ({error}). Score the data again.") from None
+    """Maps a file. Raises CheckpointError, or ValueError if it is not what was written, or has other tokens than the
+    model.
+    """
+    header = read_header(path)
     tables = {
         t.name: np.memmap(path, _DTYPES[t.dtype], "r", header.data + t.offset, t.shape)
         if t.nbytes
@@ -115,11 +116,11 @@ def _read_part(path: Path, k: int, vocab: int) -> _Part:
     expected: dict[str, Any] = dict.fromkeys(("document", "start", "trained"), (np.int64, (n,)))
     expected |= {"label": (np.int32, (m,)), "ids": (np.int32, (m, k)), "logps": (np.float16, (m, k))}
     if not (expected | {"rest": (np.float32, (m,))}).items() <= form.items():
-        raise InputError(f"{path} is not a file of scores with {k} tokens per label. Score the data again.")
+        raise ValueError(f"is not a file of scores with {k} tokens per label")
     if part_sum(header.metadata, tables) != header.metadata.get("sum") or tables["trained"].sum() != m:
-        raise InputError(f"{path} is damaged: it does not have its checksum. Score the data again.")
+        raise ValueError("is damaged: it does not have its checksum")
     if m and not 0 <= tables["ids"].min() <= tables["ids"].max() < vocab:
-        raise InputError(f"{path} has token id {tables['ids'].max()}, the model's vocabulary is {vocab}.")
+        raise ValueError(f"has token id {tables['ids'].max()}, the model's vocabulary is {vocab}")
     return _Part(path, header.metadata.get("key", ""), tables)
 
 
@@ -155,53 +156,43 @@ def places_of(files: Sequence[TokenFile], pieces: np.ndarray) -> np.ndarray:
 
 
 def taught_by(names: Names, data: Dataset, vocab: int) -> Teacher:
-    """The teacher's rows for each piece: those of the scored piece that begins at the same token. Raises InputError."""
-    keys = [file.meta["key"] for file in data.files]
-    for file, key in zip(data.files, keys, strict=True):
-        if not any(key in source["files"] for source in names.sources):
-            raise InputError(
-                f"{names.folder} has no scores of {file.meta['name']}, as this run reads it: with this tokenizer, "
-                f"chat template and columns. Score it so, with --top-k {names.k}."
-            )
-    parts, places, rows = list[_Part](), [np.zeros(0, np.int64)], [np.zeros((0, 3), np.int64)]
+    """The teacher's rows for each piece: those of the scored piece that begins at the same token. Raises InputError if
+    a piece has none, or other labels.
+    """
+    numbers = {file.meta["key"]: i for i, file in reversed([*enumerate(data.files)])}
+    parts, places, rows = list[_Part](), [np.full(1, -1)], [np.zeros((1, 3), np.int64)]
     for source in names.sources:
-        first = [np.full(count, -1) if key not in keys or data.files[keys.index(key)].n_documents != count
-                 else (keys.index(key) << _BITS) + data.files[keys.index(key)].offsets[:-1]
-                 for key, count in source["files"].items()]  # fmt: skip
-        begins = np.concatenate([*first, [-1]])  # of each document; the last one is of no file
+        begins = np.concatenate([*(_begins(data, numbers.get(key), n) for key, n in source["files"].items()), [-1]])
         for part in _parts(names.folder / source["folder"], names.k, vocab):
             document, trained = part.tables["document"], np.array(part.tables["trained"])
             begin = begins[np.clip(document, -1, len(begins) - 1)]
             places.append(np.where(begin < 0, -1, begin + part.tables["start"]))
             rows.append(np.stack([np.full(len(begin), len(parts)), np.cumsum(trained) - trained, trained], 1))
             parts.append(part)
-    return _matched(names, data, keys, parts, np.concatenate(places), np.concatenate(rows))
-
-
-def _matched(
-    names: Names, data: Dataset, keys: list[str], parts: list[_Part], places: np.ndarray, rows: np.ndarray
-) -> Teacher:
-    """The rows (part, first label, labels) of each piece by its place. Raises InputError if a piece has none, or other
-    labels.
-    """
-    order = np.argsort(places, kind="stable")
-    wanted = (np.array([keys.index(key) for key in keys])[data.pieces["file"]] << _BITS) + data.pieces["start"]
-    at = np.searchsorted(places[order], wanted).clip(max=max(0, len(order) - 1))
-    there = places[order][at] == wanted if len(order) else np.zeros(len(wanted), bool)
+    place = np.concatenate(places)
+    order = np.argsort(place, kind="stable")
+    file = np.array([numbers[file.meta["key"]] for file in data.files])[data.pieces["file"]]
+    wanted = (file << _BITS) + data.pieces["start"]
+    at = order[np.searchsorted(place[order], wanted).clip(max=len(order) - 1)]
+    there, row, counts = place[at] == wanted, np.concatenate(rows)[at], np.zeros(len(at), np.int32)
+    for i, ((part, first, n), labels) in enumerate(zip(row.tolist(), data.labels(), strict=True)):
+        counts[i] = len(labels)
+        there[i] &= len(labels) <= n and np.array_equal(
+            parts[part].tables["label"][first : first + len(labels)], labels
+        )
     if not there.all():
         raise InputError(
-            f"{names.folder} lacks {int((~there).sum()):,} of the data's {len(there):,} documents or parts of them. "
-            "Score the same files, all rows, with the same --seq-len and --long; of --val too."
+            f"{names.folder} lacks {int((~there).sum()):,} of the data's {len(there):,} documents or parts of them, as "
+            f"read here. Score the same files, all rows, also of --val, with --top-k {names.k} and the same tokenizer, "
+            "chat template, columns, --seq-len and --long."
         )
-    rows = rows[order][at]
-    counts = np.zeros(len(rows), np.int32)
-    for i, ((part, first, n), labels) in enumerate(zip(rows.tolist(), data.labels(), strict=True)):
-        counts[i] = len(labels)
-        if len(labels) > n or not np.array_equal(parts[part].tables["label"][first : first + len(labels)], labels):
-            raise InputError(
-                f"{parts[part].path} has {n} labels of a document that has {len(labels)} here, or others: it was made "
-                "of other data. Score the data again, with a --seq-len that is not smaller."
-            )
     mapped = tuple(Taught(part.tables["ids"], part.tables["logps"], part.tables["rest"]) for part in parts)
-    key = "-".join(dict.fromkeys(parts[i].key for i in np.unique(rows[:, 0])))
-    return Teacher(mapped, rows[:, 0].astype(np.int32), rows[:, 1].copy(), counts, key)
+    key = "-".join(dict.fromkeys(parts[i].key for i in np.unique(row[:, 0])))
+    return Teacher(mapped, row[:, 0].astype(np.int32), row[:, 1].copy(), counts, key)
+
+
+def _begins(data: Dataset, number: int | None, count: int) -> np.ndarray:
+    """Where the documents of a scored file begin in the data's file of that number: (count,), -1 if they are others."""
+    if number is None or data.files[number].n_documents != count:
+        return np.full(count, -1)
+    return (number << _BITS) + data.files[number].offsets[:-1]

@@ -64,7 +64,7 @@ def test_one_bit_that_is_flipped(tmp_path, data, at):
 
 def test_scores_of_something_else(tmp_path, data):
     scored(tmp_path / "a", data, label=np.zeros(16, np.int32))
-    with pytest.raises(InputError, match="other data"):
+    with pytest.raises(InputError, match="lacks 4"):
         taught_by(read_names(tmp_path / "a"), data, 99)
     scored(tmp_path / "b", data, document=np.arange(4) + 7)
     with pytest.raises(InputError, match="lacks 4"):
