@@ -10,19 +10,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple
 
-from trireme.engine.data.messages import (
-    LEARNED,
-    MASKED,
-    NUMBERS,
-    ROLES,
-    is_message,
-    number_calls,
-    read_message,
-    read_tools,
-    refuse_media,
-    role_of,
-    turns_of,
-)
+from trireme.engine.data import messages
+from trireme.engine.data.messages import LEARNED, MASKED, NUMBERS, ROLES, is_message, read_message, role_of
 from trireme.engine.data.read import EMPTY, BadRow, Fields, json_of, kind_of, typed, unread_keys
 from trireme.storage.untrusted import shown
 
@@ -148,7 +137,7 @@ def unused_of(row: Fields, form: Form, example: Example, known: Iterable[str] = 
 
 def check_row(row: Mapping[str, Any]) -> None:
     """Raises BadRow if a column says that the row, or a part of it, is not to be trained, or holds more than text."""
-    refuse_media(row)
+    messages.refuse_media(row)
     for key in [key for key in (*LEARNED, *MASKED) if key in row]:  # few rows have any
         value, off = row[key], key in MASKED
         words = ("true", "1", "1.0") if off else ("false",) if key in NUMBERS else ("false", "0", "0.0")
@@ -234,9 +223,7 @@ def messages_of(row: Mapping[str, Any], column: str) -> list[Any]:
         value = [dict(zip(value or {}, cells, strict=True)) for cells in zip(*lists, strict=True)]
     value = [value] if is_message(value) else value
     if not isinstance(value, list) or not value:
-        python = isinstance(value, str) and value.lstrip().startswith("[") and "'" in value
-        hint = " (it looks like Python's; write it with json.dumps)" if python else ""
-        raise BadRow(f"{column!r} is {kind_of(value)}, expected a list of {{role, content}}{hint}")
+        raise BadRow(f"{column!r} is {kind_of(value)}, expected a list of {{role, content}}, or that as JSON")
     return value
 
 
@@ -244,21 +231,20 @@ def _chat(row: Fields, columns: Sequence[tuple[str, list[Any], bool]], answered:
     """A conversation of the messages of columns, (name, messages, whether they are trained), with what the row has
     besides. Raises BadRow.
     """
-    messages = list[Fields]()
+    conversation = list[Fields]()
     for column, turns, trained in columns:
         for i, turn in enumerate(turns):
-            for part in turns_of(turn, f"{column}[{i}]"):
-                message, is_call = read_message(part, f"{column}[{i}]")
-                message |= {} if trained and answered else {"train": False}
-                last = messages[-1] if messages and is_call else {}
-                if last.get("role") == "assistant" and last.get("train", True) == message.get("train", True):
-                    last["tool_calls"] = [*last.get("tool_calls", []), *message["tool_calls"]]
-                else:
-                    messages.append(message)
-    messages = _with_system_column(row, messages)
-    answers = [m for m in messages if m["role"] == "assistant"]
+            message, is_call = read_message(turn, f"{column}[{i}]")
+            message |= {} if trained and answered else {"train": False}
+            last = conversation[-1] if conversation and is_call else {}
+            if last.get("role") == "assistant" and last.get("train", True) == message.get("train", True):
+                last["tool_calls"] = [*last.get("tool_calls", []), *message["tool_calls"]]
+            else:
+                conversation.append(message)
+    conversation = _with_system_column(row, conversation)
+    answers = [m for m in conversation if m["role"] == "assistant"]
     if answered and not any(map(_says, answers if len(columns) == 1 else answers[-1:])):
-        roles = ", ".join(dict.fromkeys(m["role"] for m in messages))
+        roles = ", ".join(dict.fromkeys(m["role"] for m in conversation))
         empty = "every assistant message is empty" if len(columns) == 1 else f"{columns[-1][0]!r} is empty"
         raise BadRow(
             empty if answers else f"there is nothing to train on: no message of the assistant, only of {roles}"
@@ -268,7 +254,7 @@ def _chat(row: Fields, columns: Sequence[tuple[str, list[Any], bool]], answered:
             message["train"] = False  # learning to say nothing is not meant
     variables = typed(row.get("chat_template_kwargs") or {}, dict, "'chat_template_kwargs'", "an object")
     variables = {key: value for key, value in variables.items() if value is not None} or None
-    return Chat(number_calls(messages), read_tools(row), variables)
+    return Chat(messages.number_calls(conversation), messages.read_tools(row), variables)
 
 
 def _with_system_column(row: Fields, messages: list[Fields]) -> list[Fields]:

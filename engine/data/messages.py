@@ -40,7 +40,6 @@ _PARTS = {  # types of parts of a content, and what they are
     **dict.fromkeys(("thinking", "reasoning"), "thinking"),
 }
 _MEDIA = ("image", "video", "audio", "pixel_value", "input_feature")  # less an s
-_CALL, _ANSWER = "tool_use", "tool_result"  # Anthropic's parts of a content
 _ARGUMENTS = ("arguments", "parameters", "args", "input")
 _SHORT_ID = re.compile(r"[a-zA-Z0-9]{9}")  # Mistral's templates insist on nine characters
 
@@ -164,13 +163,7 @@ def read_tools(row: Fields) -> list[Fields] | None:
     if len(keys) > 1 or not isinstance(tools, list) or not all(isinstance(function(tool), dict) for tool in tools):
         columns = " and ".join(map(repr, keys))
         raise BadRow(f"{columns}: expected one list of objects, each with an object as its 'function'")
-    return [{"type": "function", "function": _bare(t)} if "name" in t and "function" not in t else t for t in tools]
-
-
-def _bare(tool: Fields) -> Fields:
-    """A bare function, with Anthropic's `input_schema` as its parameters."""
-    name = "input_schema" if "parameters" in tool else "parameters"
-    return {(name if key == "input_schema" else key): value for key, value in tool.items()}
+    return [{"type": "function", "function": t} if "name" in t and "function" not in t else t for t in tools]
 
 
 def _read_calls(calls: Any, where: str) -> list[Fields]:
@@ -221,29 +214,3 @@ def number_calls(messages: list[Fields], anew: bool = False) -> list[Fields]:
             changed["tool_call_id"] = waiting.pop(next(iter(waiting)) if answered is None else answered)
         numbered.append({**message, **changed})
     return numbered
-
-
-def turns_of(turn: Any, where: str) -> list[Any]:
-    """A turn, or what Anthropic's parts `tool_use` and `tool_result` make of it. Raises BadRow where order would be
-    lost.
-    """
-    parts = turn.get("content") if isinstance(turn, dict) else None
-    if not isinstance(parts, list):
-        return [turn]
-    of: dict[str, list[Any]] = {_CALL: [], _ANSWER: [], "": []}
-    for part in parts:
-        kind = part.get("type") if isinstance(part, dict) else ""
-        of[kind if kind in (_CALL, _ANSWER) else ""].append(part)
-    calls, answers, others = of.values()
-    if not calls and not answers:
-        return [turn]
-    if parts != ([*others, *calls] if calls else [*answers, *others]) or (calls and turn.get("tool_calls")):
-        raise BadRow(f"{where}: {_CALL} comes after all other parts, {_ANSWER} before them, and not both in a message")
-    if calls:
-        return [{**turn, "content": others, "tool_calls": [{**call, "type": "function"} for call in calls]}]
-    results = [
-        {"role": "tool", "content": part.get("content") or "", "tool_call_id": part.get("tool_use_id") or None}
-        | {key: value for key, value in part.items() if key not in ("type", "tool_use_id", "content") and value}
-        for part in answers
-    ]
-    return [*results, {**turn, "content": others}] if others else [*results[:-1], {**turn, **results[-1]}]

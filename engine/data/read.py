@@ -31,6 +31,8 @@ _SIGNS = {  # first bytes: what they begin, and what makes a file of it that can
     b"\xfd7zXZ": ("xz", "", "xzcat"),
     b"PK\x03\x04": ("a zip archive", "", "unzip -p"),
     b"\x04\x22\x4d\x18": ("LZ4", "", "lz4 -dc"),
+    b"<!DOCTYPE html": ("a web page: the file's address has /resolve/, not /blob/", "", ""),
+    b"<!doctype html": ("a web page: the file's address has /resolve/, not /blob/", "", ""),
     b"GGUF": ("a model in GGUF", "", ""),
     b"version https://git-lfs": ("a pointer of Git LFS", "", "git lfs pull -I"),
     b"\xff\xfe": ("UTF-16", "", "iconv -f UTF-16 -t UTF-8"),
@@ -124,9 +126,6 @@ def _foreign(line: bytes, name: str, suffix: str) -> str:
     is_json = re.match(r'\[?\s*\{\s*"', text) and _NAMES & {*re.findall(r'"(\w+)"\s*:', text)}
     cells = [cell.strip('"') for cell in re.split(r"[,;\t]", text)]
     faults = {
-        "is a web page, not data. Download the file: its address has /resolve/, not /blob/": (
-            suffix not in TEXTS and text[:15].lower().startswith(("<!doctype html", "<html"))
-        ),
         "holds rows of JSON. Rename it, so that it ends in .jsonl": is_json and suffix in (*TEXTS, ".csv", ".tsv"),
         "holds NUL bytes, and is read as JSON lines or as text in UTF-8. Name the file": not suffix and "\0" in text,
         "looks like a table, and is read as JSON lines or as text. Name the file": (
@@ -176,8 +175,7 @@ def json_of(text: str) -> Any:
 def _fault(error: ValueError | RecursionError) -> str:
     """What is wrong with JSON."""
     if isinstance(error, UnicodeDecodeError):
-        byte = f"byte {error.object[error.start]:#04x} at {error.start}"
-        return f"is not UTF-8 ({byte}); if all of the file is in one encoding, iconv converts it"
+        return f"is not UTF-8 (byte {error.start}); if all of the file is in one encoding, iconv converts it"
     if isinstance(error, json.JSONDecodeError):
         return f"is not JSON ({error.msg} at character {error.pos + 1})"
     if isinstance(error, RecursionError):

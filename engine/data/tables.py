@@ -6,13 +6,11 @@ import csv
 import io
 import json
 import re
-import shutil
-import tempfile
 from collections.abc import Iterator
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO
 
 from trireme.engine.data.read import COLUMNS, PACKINGS, ROW, TOO_LARGE, BadRow, Row, file_kind, import_pyarrow
 from trireme.models.config import InputError
@@ -73,14 +71,8 @@ def _unquoted(cells: list[str]) -> list[str]:
 
 
 def column_rows(path: Path, file: BinaryIO, arrow: bool) -> Iterator[Row]:
-    """Yields rows of Parquet or, with `arrow`, of Arrow's files and streams. Both are read in any order, so a packed
-    file is unpacked first, into a temporary one.
-    """
+    """Yields rows of Parquet or, with `arrow`, of Arrow's files and streams."""
     pyarrow, number = import_pyarrow(path), 0
-    if not file.seekable():
-        packed, file = file, cast(BinaryIO, tempfile.TemporaryFile())  # noqa: SIM115, closed with the generator
-        shutil.copyfileobj(packed, file)
-        file.seek(0)
     try:
         schema, batches = _opened(pyarrow, file, arrow)
         if len(set(schema.names)) != len(schema.names):

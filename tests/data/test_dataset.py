@@ -200,8 +200,6 @@ def test_pairs_have_room_for_two_documents(load):
     shown = bracketed(data)
     assert [learned for _, learned in shown[:2]] == ["Yes0.</s>", "No0.</s>"]
     assert load(PAIRS, kind="pairs", seq_len=12).n_sequences == 4
-    with pytest.raises(InputError, match="split"):
-        load(PAIRS, kind="pairs", long="split")
 
 
 @given(rows=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3), st.booleans()), min_size=2, max_size=60))
