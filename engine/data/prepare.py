@@ -217,8 +217,8 @@ class _File:
             return example
         if codec is None:
             raise InputError(
-                "the checkpoint has no tokenizer.json, which this data needs. Give --tokenizer FOLDER; "
-                "transformers makes one of older files: AutoTokenizer.from_pretrained(DIR).save_pretrained(FOLDER)."
+                "this data needs a tokenizer.json, in the checkpoint or in --tokenizer FOLDER. Give a folder that has it; "
+                "transformers makes it of older files: AutoTokenizer.from_pretrained(DIR).save_pretrained(FOLDER)."
             )
         if isinstance(example, Chat):
             example = with_system(example, o.system) if o.system else example
