@@ -217,7 +217,7 @@ class _File:
             return example
         if codec is None:
             raise InputError(
-                "this data needs a tokenizer.json, in the checkpoint or in --tokenizer FOLDER. Give a folder that has it; "
+                "this data needs a tokenizer.json, in the checkpoint or in --tokenizer FOLDER; "
                 "transformers makes it of older files: AutoTokenizer.from_pretrained(DIR).save_pretrained(FOLDER)."
             )
         if isinstance(example, Chat):
