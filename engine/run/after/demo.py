@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 from safetensors.numpy import save_file
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from trireme.engine.run import screen
 from trireme.engine.run.options import Options
@@ -34,11 +34,7 @@ LESSON: dict[str, Any] = {
     "seq_len": 32, "max_steps": 60, "batch_size": 8, "lr": 4e-3, "warmup": 0.0, "schedule": "constant"
 }  # fmt: skip
 PIECES = r" ?[A-Za-z]+|[^A-Za-z]"
-SEPARATOR = "\n<|endoftext|>\n"
-BEGIN, END, UNKNOWN = "<s>", "</s>", "<unk>"
-TOKENIZER = {
-    "tokenizer_class": "PreTrainedTokenizerFast", "bos_token": BEGIN, "eos_token": END, "unk_token": UNKNOWN
-}  # fmt: skip
+SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 MODEL = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 96, "intermediate_size": 256,
     "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 4, "max_position_embeddings": 128,
@@ -53,7 +49,7 @@ def prepared(o: Options) -> Iterator[Options]:
     temporary = Temporary("trireme-demo-")
     folder = temporary.path
     try:
-        (folder / "stories.txt").write_text(SEPARATOR.join(STORIES.splitlines()) + "\n", encoding="utf-8")
+        (folder / "stories.txt").write_text(STORIES.replace("\n", "\n<|endoftext|>\n") + "\n", encoding="utf-8")
         words = make_checkpoint(folder / "checkpoint", o.seed)
         screen.say(f"demo     a LLaMA with random weights, a tokenizer of {words} words and eight stories, in {folder}")
         lesson = {name: value for name, value in LESSON.items() if name not in o.chosen}
@@ -81,18 +77,17 @@ def say_after(o: Options) -> None:
 def make_checkpoint(folder: Path, seed: int) -> int:
     """A random LLaMA and a tokenizer of the stories' words; returns the number of words."""
     folder.mkdir()
-    tokenizer = Tokenizer(models.WordLevel(unk_token=UNKNOWN))
+    tokenizer = Tokenizer(models.WordLevel(unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(PIECES), "isolated")
     tokenizer.decoder = decoders.Fuse()
-    pieces = [piece for line in STORIES.splitlines() for piece, _ in tokenizer.pre_tokenizer.pre_tokenize_str(line)]
-    words = [BEGIN, END, UNKNOWN, *dict.fromkeys([*pieces, " ", "\n"])]
-    tokenizer.model = models.WordLevel({word: i for i, word in enumerate(words)}, unk_token=UNKNOWN)
-    tokenizer.add_special_tokens([BEGIN, END, UNKNOWN])
+    trainer = trainers.WordLevelTrainer(special_tokens=[*SPECIAL.values(), "\n"], show_progress=False)
+    tokenizer.train_from_iterator(STORIES.splitlines(), trainer)
     tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "config.json").write_text(json.dumps(MODEL | {"vocab_size": len(words)}, indent=2), encoding="utf-8")
-    (folder / "tokenizer_config.json").write_text(json.dumps(TOKENIZER, indent=2), encoding="utf-8")
+    words, of_words = tokenizer.get_vocab_size(), {"tokenizer_class": "PreTrainedTokenizerFast", **SPECIAL}
+    (folder / "config.json").write_text(json.dumps(MODEL | {"vocab_size": words}), encoding="utf-8")
+    (folder / "tokenizer_config.json").write_text(json.dumps(of_words), encoding="utf-8")
     random, weights = np.random.default_rng(seed), dict[str, np.ndarray]()
     for name, shape in stored_tensors(read_config(folder)).items():
         weights[name] = (random.normal(0, 0.02, shape) if len(shape) > 1 else np.ones(shape)).astype(np.float32)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    return len(words)
+    return words
