@@ -1,4 +1,4 @@
-"""Benchmarks a finished model, however large, with EleutherAI's lm-eval (pip install '.[harness]'; nothing else needs it).
+"""Benchmarks a finished model, however large, with EleutherAI's lm-eval (pip install '.[harness]').
 
     python scripts/harness.py FOLDER --tasks hellaswag,gsm8k --limit 200 --gpu-memory 24GiB --ram 64GiB
 
