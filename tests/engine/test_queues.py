@@ -12,7 +12,6 @@ from engines import LLAMA, batches, fork, gpu_plan, lent, make, relayed, train
 
 from trireme.engine.build import Ahead, in_ram, inputs_on, placed
 from trireme.engine.plan import UnitPlan
-from trireme.engine.queues import real
 from trireme.engine.queues.names import PEERS, QUEUES, STREAMED, TITLES, kind_of, queues_of
 from trireme.engine.queues.real import InlineQueues, RealQueues
 from trireme.engine.queues.trace import perfetto
@@ -79,8 +78,7 @@ def test_an_error_reaches_whoever_waits_and_stops_the_queues(queues):
     assert (queues.moved["cpu"], queues.tasks) == (0, [])  # what was not handed over is not counted
 
 
-def test_the_interpreter_is_as_before_once_all_queues_are_closed(monkeypatch):
-    monkeypatch.setattr(real, "USUAL", [])  # queues that another test left open do not count
+def test_the_interpreter_is_as_before_once_all_queues_are_closed():
     before = sys.getswitchinterval(), gc.get_threshold()
     first, second = RealQueues(), RealQueues(gpus=2)
     assert sys.getswitchinterval() < before[0]

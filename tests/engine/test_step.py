@@ -414,6 +414,7 @@ def test_ktos_counterparts_are_only_read_forward():
     assert stats.loss == pytest.approx(expected.loss, rel=1e-6)
     assert stats.metrics == pytest.approx(expected.metrics(), rel=1e-5)
     assert sum(mb.tokens for mb in micro) + sum(mb.kl.tokens for mb in micro) == sum(len(mb.ids) for mb in step)
+    e.queues.close()
 
 
 def test_where_nothing_is_trained_a_step_is_an_evaluation():

@@ -361,7 +361,7 @@ def fp8_experts_calls(E=128, k=8, D=2048, I=768):
 
 def listed(arch: int) -> list:
     """What the tests compile in full: on Hopper only what Ada does not have."""
-    losses = [lambda V=V: loss_calls(V) for V in VOCABULARIES]
+    losses = [lambda V=V: loss_calls(V) for V in VOCABULARIES[:: len(VOCABULARIES) - 1]]
     if arch == 120:
         return [block_scaled_calls, fp8_experts_calls, lambda: attention_call(8, 2, 64), *losses]
     if arch >= 90:
@@ -371,7 +371,7 @@ def listed(arch: int) -> list:
         calls = [lambda d=d: attention_call(8, 2, d) for d in (64, 128, 256)] + [lambda: attention_call(4, 4, 80)]
         calls += [lambda: attention_call(8, 2, 128, 256), lambda: attention_call(8, 2, 128, dtype=FP32)]
         calls += [lambda: attention_call(8, 4, 256, 4096, cap=50.0), lambda: attention_call(8, 8, 192, values=128)]
-        calls += [lambda D=D: norm_calls(D) for D in (768, 4096, 5120, 12288)]
+        calls += [lambda D=D: norm_calls(D) for D in (768, 5120, 12288)]
         calls += [other_calls, *losses]
         calls += [routing_calls, lambda: experts_call(32, 4, 2880, 2880, in_out=True), packed_calls, small_packed_calls]
     calls += [lambda: wide_norm_call(16384, BF16)] * (arch == 90)

@@ -53,7 +53,7 @@ def test_kernels_of_an_rtx_50():
     kernels = _compile("120")
     products = [kernel["name"] for kernel in kernels if kernel["block_scales"]]
     assert products == ["_fp8_matmul"] * 4 + ["_grouped_mm"] * 2
-    assert sum(kernel["name"] == "_loss" and kernel["constants"]["BLOCK"] == 8192 for kernel in kernels) == 3 * 5
+    assert sum(kernel["name"] == "_loss" and kernel["constants"]["BLOCK"] == 8192 for kernel in kernels) == 5
     for kernel in kernels:
         assert kernel["stack"] == 0, kernel
         assert kernel["widest"] == 16, kernel
