@@ -196,8 +196,7 @@ def act_bwd_(
     """As reference.act_bwd_, contiguous."""
     N, F = dy_.shape
     assert h_.shape == (N, F * (2 if act.gated else 1))
-    assert dy_.is_contiguous()
-    assert h_.is_contiguous()
+    assert all(t.is_contiguous() for t in (dy_, h_))
     f = FUNCTIONS[act.of]
     if bias is not None and dbias_ is not None:
         blocks = cdiv(F, COLUMNS)

@@ -1,7 +1,6 @@
 """AdamW (Loshchilov & Hutter 2019) and the gradient norm on the GPU, each in one pass over memory.
 
-Results are bitwise equal to those of reference.py: each operation is an IEEE fp32 operation that is rounded by itself,
-and none are fused.
+Results are bitwise equal to those of reference.py: each IEEE fp32 operation is rounded by itself, none are fused.
 """
 
 from __future__ import annotations

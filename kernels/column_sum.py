@@ -39,14 +39,12 @@ def add_rows(out_: Tensor, parts: Tensor, out2_: Tensor | None = None, parts2: T
     A second pair of the same shapes, out2_ of the dtype of out_, is summed by the same launch.
     """
     P, D = parts.shape
-    assert out_.shape == (D,)
-    assert out_.is_contiguous()
-    assert parts.is_contiguous()
+    assert all(t.is_contiguous() for t in (out_, parts))
     assert parts.dtype == torch.float32
     pairs = 1 if out2_ is None else 2
     if out2_ is None or parts2 is None:
         out2_, parts2 = out_, parts
-    assert out2_.shape == (D,)
+    assert out_.shape == out2_.shape == (D,)
     assert out2_.dtype == out_.dtype
     assert parts2.shape == parts.shape
     _add_rows[(cdiv(D, BLOCK_D), pairs)](out_, parts, out2_, parts2, P, D, BLOCK_P, BLOCK_D, num_warps=8)

@@ -4,14 +4,9 @@ Backward sorts the tokens, so that equal ones form a run, and divides the sorted
 kernel sums the part of each run within a chunk; a second one adds up runs that cross chunks. Up to FEW tokens are
 sorted by comparing all pairs in one launch, which is faster than radix passes.
 
-NEFTune (Jain et al. 2023, arXiv:2310.05914) adds uniform noise, a function of (key, row, feature) that is never stored:
-
-    x[n, d] += scale[n] * u(key, first + n, d),  u uniform in [-1, 1), multiples of 2^-23
-
-The random bits are a 32-bit hash (lowbias32, Wellons 2018) of key and row, hashed again with the feature. Dropout
-(Srivastava et al. 2014) compares the same bits with a threshold, so that backward computes the mask again:
-
-    y[n, d] = x[n, d] / (1 - p) where h(key, first + n, d) >= p, else 0,  h uniform in [0, 1), multiples of 2^-24
+NEFTune (Jain et al. 2023, arXiv:2310.05914) adds noise in multiples of 2^-23 that is never stored: its random bits are
+a 32-bit hash (lowbias32, Wellons 2018) of key and row, hashed again with the feature. Dropout (Srivastava et al. 2014)
+compares 24 of the same bits with a threshold, so that backward computes the mask again. reference.py has the formulas.
 
 Legend: N tokens, D width, V vocabulary.
 """
@@ -172,9 +167,8 @@ def embedding_fwd(ids: Tensor, weight: Tensor, out: Tensor | None = None) -> Ten
     (N,), D = ids.shape, weight.shape[1]
     out = torch.empty((N, D), dtype=weight.dtype, device=weight.device) if out is None else out
     assert ids.dtype == torch.int64
-    assert weight.is_contiguous()
     assert out.shape == (N, D)
-    assert out.is_contiguous()
+    assert all(t.is_contiguous() for t in (weight, out))
     block = min(1024, power2(D))
     _embedding_fwd[(N, cdiv(D, block))](ids, weight, out, D, block, num_warps=4)
     return out
@@ -197,9 +191,7 @@ def embedding_bwd_(dweight_: Tensor, dy: Tensor, ids: Tensor) -> None:
     assert ids.shape == (N,)
     assert ids.dtype == torch.int64
     assert dweight_.shape[1] == D
-    assert ids.is_contiguous()
-    assert dy.is_contiguous()
-    assert dweight_.is_contiguous()
+    assert all(t.is_contiguous() for t in (ids, dy, dweight_))
     tokens, order = sort(ids)
     chunks, block = cdiv(N, CHUNK), min(4096, power2(D))
     parts = torch.empty((2 * chunks, D), dtype=torch.float32, device=dy.device)

@@ -287,9 +287,7 @@ def dropout(x: Tensor, p: float, key: int, first: int, out: Tensor | None = None
 
 
 def _random(x: Tensor, key: int, first: int) -> Iterator[tuple[slice, Tensor]]:
-    """(some rows, their random numbers of 24 bits, (rows, D), int64) of x (N, D), functions of (key, first + row,
-    feature).
-    """
+    """(some rows, their random numbers (rows, D), int64 of 24 bits) of x (N, D), by (key, first + row, feature)."""
     features = _mixed(torch.arange(x.shape[1], device=x.device))
     by_row = _mixed(_mixed(first + torch.arange(len(x), device=x.device)) ^ key)
     each = max(1, 65536 // x.shape[1])  # rows at once

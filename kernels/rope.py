@@ -57,8 +57,7 @@ def rope_(x_: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, inverse: bool
     assert d % 2 == 0
     assert positions.shape == (N,)
     assert cos.shape[1] == sin.shape[1] == half
-    assert cos.is_contiguous()
-    assert sin.is_contiguous()
+    assert all(t.is_contiguous() for t in (cos, sin))
     block_d = power2(half)
     block_h = min(power2(H), max(1, 1024 // block_d))
     grid = (N * cdiv(H, block_h),)

@@ -23,7 +23,7 @@ MOST_FILES = 17  # in a folder of the product
 # Most lines of Python and C++, blank lines and docstrings included. A commit that raises one says in its body why.
 # Those with a second number are above it, which is where they have to go: until then they may not grow.
 BUDGETS = {
-    "kernels/**": 8025,  # 8000
+    "kernels/**": 8000,
     "models/**": 8575,
     "storage/**": 3250,
     "engine/*.* engine/queues/**": 5400,

@@ -64,13 +64,12 @@ def combine(
     """As reference.combine, all contiguous."""
     P, D = rows.shape
     assert P % k == 0
-    assert rows.is_contiguous()
     assert weights is None or (weights.shape == (P // k, k) and weights.dtype == torch.float32)
     assert weights is None or weights.is_contiguous()
     assert residual is None or (residual.shape == (P // k, D) and residual.is_contiguous())
     out = torch.empty((P // k, D), dtype=rows.dtype, device=rows.device) if out is None else out
     assert out.shape == (P // k, D)
-    assert out.is_contiguous()
+    assert all(t.is_contiguous() for t in (rows, out))
     assert carry is None or (carry.shape == out.shape and carry.dtype == torch.float32 and carry.is_contiguous())
     block, experts = min(BLOCK, power2(D)), 0 if among is None else len(among) - 1
     given = rows, order.row, weights, residual, out, carry, among

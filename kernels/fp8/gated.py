@@ -114,8 +114,7 @@ def act_codes_bwd(dy: Tensor, h: Tensor, act: Act, columns: bool = True) -> tupl
     f = FUNCTIONS[act.of]
     N, F = dy.shape
     assert h.shape == (N, 2 * F)
-    assert h.is_contiguous()
-    assert dy.is_contiguous()
+    assert all(t.is_contiguous() for t in (h, dy))
     assert F % PAD == 0
     device, chunks, tile = dy.device, cdiv(N, PAD), launch.gated_codes(dy.device)
     programs = launch.maxima(device, N * cdiv(F, BLOCK))

@@ -122,8 +122,7 @@ def quantize(
     assert transposed is not None
     assert not rows or codes.shape == (N, D)
     assert not columns or transposed.shape == (D, cdiv(N, PAD) * PAD)
-    assert codes.is_contiguous()
-    assert transposed.is_contiguous()
+    assert all(t.is_contiguous() for t in (codes, transposed))
     chunks, block = cdiv(N, PAD), launch.quantize(x.device, rows and columns)
     grid = (cdiv(chunks * PAD if columns else N, block.rows) * cdiv(D, block.columns),)
     sizes = (N, chunks, len(most), D, PAD, LEAST, rows, columns, block.rows, block.columns, launch.power2(len(most)))
@@ -194,8 +193,7 @@ def turn(rows: Tensor, out: Tensor) -> Tensor:
     """As reference.turn, both contiguous, N and D multiples of PAD."""
     N, D = rows.shape
     assert out.shape == (D, N)
-    assert rows.is_contiguous()
-    assert out.is_contiguous()
+    assert all(t.is_contiguous() for t in (rows, out))
     assert N % PAD == D % PAD == 0
     block = launch.quantize(rows.device, True)
     grid = (cdiv(N, block.rows) * cdiv(D, block.columns),)

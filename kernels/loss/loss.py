@@ -3,13 +3,10 @@
     loss = lse - logits[label],  lse = log(sum(exp(logits)))
     dlogits = scale * factor * (exp(logits - lse) - onehot(label)), factor of the token, 1 where none is given
 
-With label smoothing s (Szegedy et al. 2016, arXiv:1512.00567) the label is (1 - s) onehot(label) + s / V:
-
-    loss = lse - (1 - s) logits[label] - s mean(logits)
-
-Logits, in the compute dtype, are replaced by dlogits in place; cuBLAS does the GEMMs. The label's logit is computed
-again in fp32, because the rounding of a stored one would be an error of the loss. With a cap, logits are
-cap * tanh(z / cap), where z is the result of the GEMM, and dlogits are multiplied by the slope of that.
+With label smoothing s (Szegedy et al. 2016, arXiv:1512.00567) the label is (1 - s) onehot(label) + s / V. Logits, in
+the compute dtype, are replaced by dlogits in place; cuBLAS does the GEMMs. The label's logit is computed again in fp32,
+because the rounding of a stored one would be an error of the loss. With a cap, logits are cap * tanh(z / cap), where z
+is the result of the GEMM, and dlogits are multiplied by the slope of that.
 
 reference.py has the loss of a teacher. Logits of its K tokens are computed in fp32, too, and set to -inf in the chunk,
 which then has the others alone; at the end the gradients of the teacher's tokens are stored in their places:
@@ -193,8 +190,7 @@ def linear_cross_entropy(
     """
     (N, D), V, M = x.shape, weight.shape[0], len(rows)
     assert weight.shape == (V, D)
-    assert weight.is_contiguous()
-    assert x.is_contiguous()
+    assert all(t.is_contiguous() for t in (weight, x))
     assert rows.dtype == torch.int64
     assert labels.shape == (N,)
     assert factors is None or (factors.shape == (N,) and factors.dtype == torch.float32 and factors.is_contiguous())
@@ -266,8 +262,7 @@ def linear_cross_entropy_dweight(x: Tensor, rows: Tensor, dlogits: Tensor, dweig
     """
     N, M = len(x), len(rows)
     assert dlogits.shape == (M, len(dweight_))
-    assert dlogits.is_contiguous()
-    assert x.is_contiguous()
+    assert all(t.is_contiguous() for t in (dlogits, x))
     chunk = max(1, min(chunk, M))
     total = _total_of(dweight_, chunk < M)
     assert total is not None
