@@ -130,7 +130,9 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     stored, config = _object(folder / "tokenizer.json"), _object(folder / "tokenizer_config.json")
     older = {} if "added_tokens_decoder" in config else _object(folder / "special_tokens_map.json")
     model = stored["model"] if isinstance(stored.get("model"), dict) else {}
-    spec = stored | {"truncation": None, "padding": None, "model": model | {"dropout": None}}
+    spec = stored | {"truncation": None, "padding": None}
+    if model.get("dropout"):  # equal texts have equal tokens
+        spec["model"] = model | {"dropout": None}
     try:
         added = _added(stored, config, older, _object(folder / "added_tokens.json"))
         core = _made(spec, added)
@@ -266,7 +268,7 @@ def load_template(
     where, sources = (choice[0], {"default": choice[1]}) if choice else _templates_of(tokenizer)
     if not sources:
         return None
-    if "default" not in sources or not all(isinstance(text, str) for text in sources.values()):
+    if "default" not in sources or not all(isinstance(text, str) for pair in sources.items() for text in pair):
         raise InputError(f"{where} has no text as its default 'chat_template'. Name a file: --chat-template FILE.")
     try:
         variables = tokenizer.specials | (_ends(tokenizer) if where in BUILT_IN else {})
