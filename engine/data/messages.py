@@ -177,22 +177,19 @@ def _read_calls(calls: Any, where: str) -> list[Fields]:
 
 
 def _read_call(call: Any, where: str) -> Fields:
-    function = call.get("function", call) if isinstance(call, dict) else None
+    function: Any = call.get("function", call) if isinstance(call, dict) else None
     name = function.get("name") if isinstance(function, dict) else None
-    if (
-        not isinstance(function, dict)
-        or not name
-        or not isinstance(name, str)
-        or not isinstance(call.get("id") or "", (str, int))
-    ):
+    keys = {*function} if isinstance(function, dict) else set[str]()
+    known = bool(keys & {*_ARGUMENTS}) or keys <= {"name", "id", "type", "index"}  # else arguments may be lost
+    if not known or not name or not isinstance(name, str) or not isinstance(call.get("id") or "", (str, int)):
         raise BadRow(f"{where}: a call is {json.dumps(call, default=str)[:80]}, expected {{id, name, arguments}}")
     arguments: Any = next((function[key] for key in _ARGUMENTS if function.get(key) is not None), {})
     arguments = {} if isinstance(arguments, str) and not arguments.strip() else arguments
     what = f"{where}: the arguments of a call of {name!r}"
     values = typed(_parsed(arguments, what), dict, what, "an object")
     about = {key: value for key, value in call.items() if key in ("id", "type", "index")}  # an index says its order
-    named = {"name": name, "arguments": arguments if values else {}}  # as they are: a text, or an object
-    return {"id": "", "type": "function", **about, "function": named}
+    called = {"name": name, "arguments": arguments if values else {}}  # as they are: a text, or an object
+    return {"id": "", "type": "function", **about, "function": called}
 
 
 def number_calls(messages: list[Fields], anew: bool = False) -> list[Fields]:

@@ -51,12 +51,10 @@ def test_what_a_row_says(case):
             assert f"--map {case['advice']}" in str(error.value)
             read(case, case["advice"])
         return
-    found = read(case)
-    assert [said(example) for example in found.examples] == (
-        case["says"] if isinstance(case["says"], list) else [case["says"]]
-    )
-    assert sorted(found.unused) == sorted(case.get("unused", []))
-    assert (found.weight, found.value) == (case.get("weight", 1), case.get("value", 0))
+    result, says = read(case), case["says"]
+    assert [said(example) for example in result.examples] == (says if isinstance(says, list) else [says])
+    assert sorted(result.unused) == sorted(case.get("unused", []))
+    assert (result.weight, result.value) == (case.get("weight", 1), case.get("value", 0))
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import json
 import re
 from collections.abc import Iterator
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,8 @@ KEYS = """
 """
 SHAPES = ({"type": "text", "text": "w15w"}, {"role": "user", "content": "w16w"}, {"a": "w17w"}, ["w18w"], [0, 1, 0, 1])
 JUNK = (*KEYS.split(), *SHAPES)
+NESTED = {"tool_calls", "function_call", "content", "value"}
+READ = {"name", "arguments", "text", "thinking", "reasoning"}
 LINKS = ("id", "tool_call_id")  # say what belongs together, and are no words
 
 
@@ -87,8 +90,10 @@ def _words(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[str, tuple[
 
 
 def _named(path: tuple[Any, ...], unused: set[str]) -> bool:
-    """Whether a key of the path is named: as the column, or after messages[]."""
-    inside = [key for key in path[1:] if isinstance(key, str)]
+    """Whether a key of the path is named, as the column or in messages, or is inside calls and parts, and not read."""
+    inside = [key for key in path[1:] if isinstance(key, str) and key != "function"]
+    if not {key for above, key in pairwise(inside) if above in NESTED} <= READ:
+        return True
     inside += ["reasoning_content"] if "content" in inside else []  # a part of type thinking
     return path[0] in unused or any(re.search(rf"\.{re.escape(key)}( |$)", name) for name in unused for key in inside)
 
