@@ -21,7 +21,8 @@ from trireme.models import hf
 from trireme.models.config import InputError, ModelConfig, Packing
 from trireme.models.lora import initial
 from trireme.models.packed import damage
-from trireme.models.sizes.narrow import FP8, ROWS, SCALE, fp8_groups, in_file
+from trireme.models.sizes import narrow
+from trireme.models.sizes.narrow import FP8, ROWS, SCALE, in_file
 from trireme.models.sizes.shapes import Group, is_frozen
 from trireme.storage.checkpoint import NUMPY, Source, convert, dtype_of, export
 from trireme.storage.layout import TensorSpec
@@ -216,7 +217,7 @@ def _fill_weights(placement: Placement, entry: Entry, read: Read, pool: ThreadPo
     if layout.tensors:
         with writing(placement, entry) as buffer:
             of_units = entry.kind == "base" and entry.u < placement.geo.n_units
-            for group in fp8_groups(placement.geo.cfg, entry.u) if of_units else ():
+            for group in narrow.fp8_groups(placement.geo.cfg, entry.u) if of_units else ():
                 if is_frozen(placement.geo.cfg, group):
                     sums += _fill_codes(group, placement, entry, buffer, read, pool)
             plain, packing = [t for t in layout.tensors if not t.name.endswith(FP8)], placement.geo.cfg.packing

@@ -5,7 +5,7 @@ from __future__ import annotations
 import glob
 import re
 import shutil
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -134,6 +134,7 @@ def _folder(folder: Path, weight: float) -> Sources:
     others.update(file_kind(path) for path in paths if path.relative_to(folder) not in data)
     files = _sources([folder / name for name in train], str(folder), weight)
     valid = _sources([folder / name for name in held_out], str(folder), weight) if held_out else []
+    _check_sets(folder, train)
     left = [path for path in data if path not in train and path not in held_out]
     return Sources(files, valid, _unread(str(folder), left, others))
 
@@ -183,6 +184,24 @@ def _use(path: Path) -> str:
 def set_of(path: Path) -> str:
     """What the parts of a set, NAME-00000-of-00002.parquet, have in common: folder and name."""
     return str(path.with_name(re.sub(r"-\d+-of-\d+(-[0-9a-f]{16})?$", "", path.name.partition(".")[0])))
+
+
+def _check_sets(folder: Path, files: Sequence[Path]) -> None:
+    """Raises InputError where rows would be missing or trained twice: part 1 of 2 alone, a set in two formats, or
+    several splits to train on, such as train_sft-00000-of-00001.parquet and train_gen-00000-of-00001.parquet.
+    """
+    sets = defaultdict[str, list[Path]](list)
+    for path in files:
+        sets[set_of(path)].append(path)
+    parts = {name: re.search(r"-\d+-of-(\d+)", paths[0].name) for name, paths in sets.items()}
+    lacks = [name for name, part in parts.items() if part and len(sets[name]) < int(part[1])]
+    twice = [name for name, paths in sets.items() if len({file_kind(path) for path in paths}) > 1]
+    splits = {Path(name).name for name, part in parts.items() if part and _use(sets[name][0]) == "train"}
+    for wrong, what in ((lacks, "a part is missing of"), (twice, "there are two formats of")):
+        if wrong:
+            raise InputError(f"{folder}: {what} {shown(wrong[0])}. Name the files to read with --data.")
+    if len(splits) > 1:
+        raise InputError(f"{folder}: several splits to train on: {', '.join(sorted(splits))}. Name the files of one.")
 
 
 def _unread(name: str, files: Sequence[Path], others: Mapping[str, int]) -> list[str]:

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import re
 
 import pytest
 from hypothesis import given, settings
@@ -248,3 +249,13 @@ def test_standard_input(tmp_path, content, word):
         with pytest.raises(InputError, match=word) as error:
             spool(pipe, tmp_path / "spool")
         assert "spool" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "names", ["a.jsonl a.json", "a-00000-of-00002.jsonl", "train_x-0-of-1.jsonl train_y-0-of-1.jsonl"]
+)
+def test_a_folder_whose_rows_would_be_missing_or_read_twice_is_refused(tmp_path, names):
+    for name in names.split():
+        (tmp_path / name).write_text('{"text": "a"}\n')
+    with pytest.raises(InputError, match=re.escape(str(tmp_path))):
+        find(str(tmp_path))
