@@ -1,4 +1,4 @@
-"""`import trireme`: training, plans, text and loss from Python (docs/after-training.md). Imports nothing until it is used."""
+"""`import trireme`: training, plans, text and loss (docs/after-training.md). Imports nothing until it is used."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
