@@ -27,13 +27,13 @@ def is_wsl() -> bool:
 
 
 def software() -> Iterator[Row]:
-    found = {"trireme": "from a clone, not installed", "python": platform.python_version()}
-    found |= {"system": platform.release()} | dict.fromkeys(PACKAGES, "missing")
+    versions = {"trireme": "from a clone, not installed", "python": platform.python_version()}
+    versions |= {"system": platform.release()} | dict.fromkeys(PACKAGES, "missing")
     for name in ("trireme", *PACKAGES):
         with suppress(PackageNotFoundError):
-            found[name] = version(name)
-    said = ", ".join(f"{name} {text}" for name, text in found.items())
-    yield Row("software", "versions", said, numbers=dict(found))
+            versions[name] = version(name)
+    said = ", ".join(f"{name} {text}" for name, text in versions.items())
+    yield Row("software", "versions", said, numbers=dict(versions))
     why = why_slow()
     how = "repair that: AdamW on the CPU is several times slower without it" if why else ""
     yield Row("software", "C++ compiler", why or "compiles AdamW for this CPU", how, {"compiles": not why})

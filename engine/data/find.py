@@ -20,6 +20,7 @@ from trireme.storage.untrusted import shown
 MOST_FILES = 500  # each is held open
 MOST_WEIGHT = 1000  # each repeat takes memory
 _NAMED = 4  # names in a line
+_PART = r"-\d+-of-(\d+)"  # in the name of a part of a set
 _USES = {"train": "train", "training": "train", "test": "test"}
 _USES |= dict.fromkeys(("valid", "validation", "val", "dev", "eval"), "valid")
 _ABOUT = {"dataset_info", "dataset_infos", "dataset_dict", "state", "data_config", "metadata"}  # .json next to data
@@ -183,7 +184,7 @@ def _use(path: Path) -> str:
 
 def set_of(path: Path) -> str:
     """What the parts of a set, NAME-00000-of-00002.parquet, have in common: folder and name."""
-    return str(path.with_name(re.sub(r"-\d+-of-\d+(-[0-9a-f]{16})?$", "", path.name.partition(".")[0])))
+    return str(path.with_name(re.sub(_PART + r"(-[0-9a-f]{16})?$", "", path.name.partition(".")[0])))
 
 
 def _check_sets(folder: Path, files: Sequence[Path]) -> None:
@@ -193,7 +194,7 @@ def _check_sets(folder: Path, files: Sequence[Path]) -> None:
     sets = defaultdict[str, list[Path]](list)
     for path in files:
         sets[set_of(path)].append(path)
-    parts = {name: re.search(r"-\d+-of-(\d+)", paths[0].name) for name, paths in sets.items()}
+    parts = {name: re.search(_PART, paths[0].name) for name, paths in sets.items()}
     lacks = [name for name, part in parts.items() if part and len(sets[name]) < int(part[1])]
     twice = [name for name, paths in sets.items() if len({file_kind(path) for path in paths}) > 1]
     splits = {Path(name).name for name, part in parts.items() if part and _use(sets[name][0]) == "train"}

@@ -139,10 +139,7 @@ def notes_on(
     theirs = {ours: name for name, ours in renames.items()}
     names = f"instruction={theirs.get('prompt', 'prompt')}"
     names += f",output={theirs.get('completion', 'completion')}" if joined and "completion" in joined[0] else ""
-    beside = n["beside"] == n["unwritten"]
-    left_out = (
-        f"{percent(n['unwritten'] / max(1, n['said']))} of what the assistant says{' beside tool calls' * beside}"
-    )
+    left_out = f"{percent(n['unwritten'] / max(1, n['said']))} of what the assistant says"
     notes = {
         f"{percent(n['unknown'] / max(1, tokens))} of the tokens are {facts.unknown}: the tokenizer has none for this "
         "text": n["unknown"],
