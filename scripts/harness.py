@@ -11,7 +11,7 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator, Sequence
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -26,20 +26,17 @@ from tokenizers import Tokenizer
 
 from trireme.engine.amounts import size
 from trireme.engine.build import in_ram
-from trireme.engine.data.dataset import MicroBatch
+from trireme.engine.data.dataset import IGNORED, MicroBatch
 from trireme.engine.data.forms import Chat
 from trireme.engine.layers import head_losses
-from trireme.engine.memory import DTYPE
 from trireme.engine.run import screen
 from trireme.engine.run.after.opened import computing, open_finished, rows_of
+from trireme.engine.run.after.sample import AT_ONCE, Speaker, beside
 from trireme.engine.run.after.sampling import Sampling, picked
+from trireme.engine.run.evaluate import Evaluator
 from trireme.engine.run.options import Sample
-from trireme.engine.step import forward, stream_layers
+from trireme.engine.step import forward
 from trireme.models import head
-from trireme.models.generate import generate, needs
-
-IGNORED = -100
-TOGETHER = 64  # prompts that share passes over the layers
 
 
 class Streamed(TemplateLM):
@@ -57,7 +54,7 @@ class Streamed(TemplateLM):
     def eot_token_id(self) -> int:
         return self.codec.facts.eos or 0
 
-    @property
+    @cached_property
     def prefix_token_id(self) -> int:
         config = Path(self.f.tokenizer(self.o)) / "tokenizer_config.json"
         bos = json.loads(config.read_text(encoding="utf-8")).get("bos_token") if config.is_file() else None
@@ -117,21 +114,29 @@ class Streamed(TemplateLM):
     # ------------------------------------------------------------ texts
 
     def generate_until(self, requests: Sequence[Instance], **_: Any) -> list[str]:
-        texts = list[str]()
-        while len(texts) < len(requests):
-            texts += self._texts([request.args for request in requests[len(texts) : len(texts) + TOGETHER]])
-            screen.say(f"harness  {len(texts)} of {len(requests)} texts")
+        if not requests:
+            return []
+        asked = [(text, options) for text, options in (request.args for request in requests)]
+        most = [int(o.get("max_gen_toks", o.get("max_new_tokens", 256))) for _, o in asked]
+        prompts = [self.tok_encode(text)[-max(1, self.longest - n) :] for (text, _), n in zip(asked, most, strict=True)]
+        longest, texts = max(map(len, prompts)), list[str]()
+        with computing(self.f, self.o, 1, longest, beside(self.f, self.o, len(prompts), longest, max(most))) as e:
+            for a in range(0, len(prompts), AT_ONCE):
+                some = slice(a, a + AT_ONCE)
+                texts += self._texts(e, prompts[some], most[some], [o for _, o in asked[some]])
+                screen.say(f"harness  {len(texts)} of {len(prompts)} texts")
         return texts
 
-    def _texts(self, asked: Sequence[tuple[str, dict[str, Any]]]) -> list[str]:
-        options = [o for _, o in asked]
-        most = [int(o.get("max_gen_toks", o.get("max_new_tokens", 256))) for o in options]
+    def _texts(
+        self, e: Evaluator, prompts: Sequence[list[int]], most: Sequence[int], options: Sequence[dict[str, Any]]
+    ) -> list[str]:
+        """The texts of prompts that are continued together, each up to the first of its `until`."""
         stops = [[u] if isinstance(u, str) else list(u or ()) for u in (o.get("until") for o in options)]
-        prompts = [self.tok_encode(text)[-max(1, self.longest - n) :] for (text, _), n in zip(asked, most, strict=True)]
         warmth = max(o.get("temperature", 0.0) if o.get("do_sample") else 0.0 for o in options)
-        sampling = Sampling(warmth, int(options[0].get("top_k", 0)), options[0].get("top_p", 1.0), 0, frozenset())
-        dice = [torch.Generator().manual_seed(i) for i in range(len(asked))]
-        made = list[list[int]]([] for _ in asked)
+        ends = frozenset([self.eot_token_id])
+        sampling = Sampling(warmth, int(options[0].get("top_k", 0)), options[0].get("top_p", 1.0), 0, ends)
+        dice = [torch.Generator().manual_seed(i) for i in range(len(prompts))]
+        made = list[list[int]]([] for _ in prompts)
 
         def pick(logits: torch.Tensor) -> list[int]:
             tokens = picked(sampling, logits, dice)
@@ -142,13 +147,7 @@ class Streamed(TemplateLM):
                     tokens[i] = self.eot_token_id
             return tokens
 
-        longest = max(map(len, prompts))
-        other = needs(self.f.cfg, len(prompts), longest, max(most), 2 if torch.cuda.is_available() else 4)
-        with computing(self.f, self.o, 1, longest, other) as e:
-            places = [e.e.queues.devices[e.e.gpu(u)] for u in range(e.e.cfg.n_units)]
-            ends = frozenset([self.eot_token_id])
-            new = generate(self.f.cfg, lambda: stream_layers(e.e), prompts, most, eos=ends, places=places,
-                           dtype=DTYPE[e.e.plan.dtype], pick=pick)  # fmt: skip
+        new = Speaker(e, self.codec, sampling, max(most)).continued(prompts, most, pick)
         ended = [self.tokens.decode(tokens[: len(ids)]) for tokens, ids in zip(made, new, strict=True)]
         return [_until(text, stop) for text, stop in zip(ended, stops, strict=True)]
 
@@ -205,8 +204,8 @@ def main(argv: list[str]) -> int:
     p.add_argument("--dtype", default="auto", choices=("auto", "bf16", "fp32"))
     p.add_argument("--out", help="a JSON file for all results")
     a = p.parse_args(argv)
-    limits = {name: value for name, value in (("gpu_memory", a.gpu_memory), ("ram", a.ram)) if value}
-    model = Streamed(Sample(folder=a.folder, device=a.device, dtype=a.dtype, **limits), a.longest)
+    options = Sample(folder=a.folder, device=a.device, dtype=a.dtype, gpu_memory=a.gpu_memory, ram=a.ram)
+    model = Streamed(options, a.longest)
     results = simple_evaluate(
         model,
         tasks=a.tasks.split(","),

@@ -30,10 +30,10 @@ BUDGETS = {
     "engine/planner/**": 3874,  # 3850
     "engine/hosts/**": 600,
     "engine/check/**": 1200,
-    "engine/data/**": 4670,  # 4300
+    "engine/data/**": 4668,  # 4300
     "engine/tuning/**": 2233,  # 2100
-    "engine/run/**": 6247,  # 5000
-    "scripts/**": 2844,
+    "engine/run/**": 6256,  # 5000
+    "scripts/**": 2843,
     "tests/**": 25335,  # 25000
 }
 MOST_LINES_OF_PROSE = 3200  # README, docs and the other pages

@@ -22,13 +22,13 @@ from trireme.engine.data.forms import TALK, Chat, chat_of, with_system
 from trireme.engine.data.read import KINDS, TEXTS, BadRow
 from trireme.engine.memory import DTYPE
 from trireme.engine.run import screen
-from trireme.engine.run.after.opened import computing, open_finished, rows_in
+from trireme.engine.run.after.opened import Finished, computing, open_finished, rows_in
 from trireme.engine.run.after.sampling import FILE, Sampling, picked, sampling_of
 from trireme.engine.run.evaluate import Evaluator, let_go
 from trireme.engine.run.options import Sample
 from trireme.engine.step import stream_layers
 from trireme.models.config import InputError
-from trireme.models.generate import generate, needs
+from trireme.models.generate import Pick, generate, needs
 from trireme.storage.untrusted import read_text, shown, why
 
 AT_ONCE = 64  # prompts that share passes over the layers
@@ -65,6 +65,17 @@ class Speaker:
         content = new[:-1] if new and new[-1] in self.sampling.ends else new
         return self.codec.after([*prompt, *content], len(prompt))
 
+    def continued(self, prompts: Sequence[Sequence[int]], room: Sequence[int], pick: Pick) -> list[list[int]]:
+        """New tokens of each prompt, up to its `room` or an end token, chosen by `pick` (models.generate)."""
+        e = self.e.e
+        places = [e.queues.devices[e.gpu(u)] for u in range(e.cfg.n_units)]
+        try:
+            return generate(e.cfg, lambda: stream_layers(e), prompts, room, eos=self.sampling.ends, places=places,
+                            dtype=DTYPE[e.plan.dtype], pick=pick)  # fmt: skip
+        except BaseException:
+            let_go(e)
+            raise
+
     def answers(self, prompts: Sequence[Sequence[int]], first: int = 0, hear: Hear | None = None) -> list[Answer]:
         """The answers to prompts as tokens, AT_ONCE together. `first`: the number of the first one, of which its seed
         is made. `hear`: hears of the text of a single prompt.
@@ -72,7 +83,7 @@ class Speaker:
         if len(prompts) > AT_ONCE:
             rest = self.answers(prompts[AT_ONCE:], first + AT_ONCE)
             return self.answers(prompts[:AT_ONCE], first) + rest
-        e, new, length = self.e.e, list[int](), 0
+        new, length = list[int](), 0
         dice = [torch.Generator().manual_seed(self.sampling.seed + first + i) for i in range(len(prompts))]
 
         def tell(tokens: Sequence[int], last: bool = False) -> None:
@@ -89,14 +100,7 @@ class Speaker:
                 tell(new)
             return tokens
 
-        room = [min(self.max_new, self.positions - len(prompt)) for prompt in prompts]
-        places = [e.queues.devices[e.gpu(u)] for u in range(e.cfg.n_units)]
-        try:
-            made = generate(e.cfg, lambda: stream_layers(e), prompts, room, eos=self.sampling.ends, places=places,
-                            dtype=DTYPE[e.plan.dtype], pick=pick)  # fmt: skip
-        except BaseException:
-            let_go(e)
-            raise
+        made = self.continued(prompts, [min(self.max_new, self.positions - len(prompt)) for prompt in prompts], pick)
         if hear:
             tell(made[0], last=True)
         ended = [bool(ids) and ids[-1] in self.sampling.ends for ids in made]
@@ -152,11 +156,16 @@ def speaking(o: Sample, rows: Mapping[str, dict[str, Any]], together: int) -> It
     if unread := dict.fromkeys(name for prompt in prompts if isinstance(prompt, Chat) for name in codec.unread(prompt)):
         screen.warn(f"the chat template does not read {', '.join(unread)}")
     longest = max(map(len, tokens), default=min(CONTEXT, positions - 1))
-    itemsize = 2 if o.dtype == "bf16" or (o.dtype == "auto" and torch.cuda.is_available() and o.device != "cpu") else 4
-    other = needs(f.cfg, min(AT_ONCE, together), longest, min(o.max_new_tokens, positions - longest), itemsize)
+    other = beside(f, o, together, longest, min(o.max_new_tokens, positions - longest))
     with computing(f, o, 1, longest, other) as e:
         screen.say(f"sample   {sampling}")
         yield Speaker(e, codec, sampling, o.max_new_tokens), tokens
+
+
+def beside(f: Finished, o: Sample, prompts: int, longest: int, new: int) -> int:
+    """Bytes on the device beside the plan's, where so many prompts of up to `longest` tokens get `new` ones."""
+    itemsize = 2 if o.dtype == "bf16" or (o.dtype == "auto" and torch.cuda.is_available() and o.device != "cpu") else 4
+    return needs(f.cfg, min(AT_ONCE, prompts), longest, new, itemsize)
 
 
 # ---------------------------------------------------------------- prompts
