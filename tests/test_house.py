@@ -31,10 +31,10 @@ BUDGETS = {
     "engine/hosts/**": 600,
     "engine/check/**": 1200,
     "engine/data/**": 4668,  # 4300
-    "engine/tuning/**": 2233,  # 2100
-    "engine/run/**": 6256,  # 5000
+    "engine/tuning/**": 2321,  # 2188
+    "engine/run/**": 6276,  # 5020
     "scripts/**": 2843,
-    "tests/**": 25335,  # 25000
+    "tests/**": 25379,  # 25044
 }
 MOST_LINES_OF_PROSE = 3200  # README, docs and the other pages
 MOST_LINES_OF_README = 140

@@ -19,7 +19,7 @@ from trireme.engine.run import screen
 from trireme.engine.run.after import hub
 from trireme.engine.run.options import METHODS as ALL
 from trireme.engine.run.options import Method, Options, flag
-from trireme.engine.tuning.adapters import Adapter
+from trireme.engine.tuning.adapters import Adapter, adapts_experts, separate_names
 from trireme.engine.tuning.cached import cached
 from trireme.engine.tuning.chosen import adapted, chosen, folded, targets
 from trireme.engine.tuning.headed import check_problem, headed, names_in, pad_in, with_config
@@ -102,6 +102,8 @@ def open_model(o: Options, date: str | None) -> Opened:
         source = open_checkpoint(Path(o.model), cfg.packing, screen.warn)
         check_packing(cfg, source, screen.warn)
         cfg = as_stored(cfg, source)
+    if o.expert_adapters == "separate" and adapts_experts(cfg):
+        separate_names(cfg)
     shapes = source.shapes
     stored = hf.sources(cfg, shapes, source.named)
     if o.base:
@@ -264,6 +266,10 @@ def _notes(o: Options, raw: Mapping[str, Any], cfg: ModelConfig, adapter: Adapte
         yield f"config.json refers to custom code, which is never run: it is read as transformers' {cfg.model_type}"
     elif named and not named.endswith(ENDS):
         yield f"config.json names {named}: it is read as transformers' language model {cfg.model_type}"
+    if adapts_experts(cfg):
+        stacked = "peft; vLLM, SGLang and llama.cpp read --expert-adapters separate"
+        readers = stacked if o.expert_adapters == "stacked" else "vLLM, SGLang and llama.cpp"
+        yield f"adapters of experts are written {o.expert_adapters}, for {readers}"
     if adapter and Path(adapter.base).name != hub.title(o.model):
         yield f"--adapter was made for {adapter.base or 'a model without a name'}, not for {o.model}"
     if adapter and adapter.absent:

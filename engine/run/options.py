@@ -163,7 +163,7 @@ DIRS, GLOBS, NAMES = several(text, "DIR[,DIR]"), several(text, "GLOB[,GLOB]"), s
 LOGS, LABELS = several(one_of("tensorboard", "wandb", "trace"), "NAME[,NAME]"), Value(labels, "NAME,NAME")
 MAP, LONG = Value(text, "OURS=YOURS"), choice("cut", "drop", "split", "error")
 DTYPE, BASE = choice("auto", "bf16", "fp32", "fp8"), choice("nf4", "fp8", "mxfp4")
-FORMATS = choice("bf16", "same")
+FORMATS, EXPERTS = choice("bf16", "same"), choice("stacked", "separate")
 EXPORT, MODE = choice("last", "best"), choice("auto", "backward", "forward")
 MINUTES_30 = Every(seconds=1800.0)
 TEMPLATE = f"another chat template: a .jinja file, or {', '.join(TEMPLATES)}"
@@ -322,6 +322,7 @@ class Options(Reading, Method, Machine):
     adapter: Text = _train("train this adapter further, a folder in peft's format", DIR, scope="path")
     merge: bool = _train("with adapters: also write OUT/merged, the model with the adapters added", SWITCH, False)
     merge_format: str = _rare("of OUT/merged with a packed base: bf16, or same, as the base has them", FORMATS, "bf16")
+    expert_adapters: str = _rare("of experts: stacked as in peft, separate for vLLM, llama.cpp", EXPERTS, "stacked")
     neftune: Real = _rare("NEFTune: noise on embeddings, up to X / sqrt(tokens x width)", X)
     max_grad_norm: float = _train("clip the global gradient norm; 0: no clipping", X, 1.0)
     seed: int = _train("seed of the data's order, of noise and of dropout", SEED, 42, "rows")
@@ -390,6 +391,7 @@ class Merge(Base):
     model: Text = _data("base of the adapter, if it has moved", DIR)
     out: str = _output("folder of the merged model", DIR, "")
     format: str = _output("of matrices that a packed base has: bf16, or same, as the base has them", FORMATS, "bf16")
+    expert_adapters: Text = _output("merge nothing: write the adapter with those of experts in this form", EXPERTS)
 
 
 @dataclass(frozen=True)

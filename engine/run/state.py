@@ -330,7 +330,9 @@ class Training:
         """Writes a checkpoint or adapters; returns the checksums of its files."""
         job = self.job
         if job.cfg.lora is not None:
-            save_adapter(folder, job.cfg, reader, *hub.base_of(job.options.model))
+            base, revision = hub.base_of(job.options.model)
+            separate = job.options.expert_adapters == "separate"
+            save_adapter(folder, job.cfg, reader, base, revision, separate)
             names = [CONFIG, WEIGHTS]
             if isinstance(template := job.source.auxiliary.get(TEMPLATE), bytes):  # which the base has not
                 replace_synced(folder / TEMPLATE, template)

@@ -3,13 +3,14 @@
 Adapters of experts are peft's `target_parameters`: the module is wrapped once for each parameter, the last one
 outermost, and B is (out, rank E), by rank and expert. Linear layers named like experts' matrices, such as
 shared_experts.gate_proj, are `target_parameters`, too, since peft 0.21 takes such a `target_modules` for all experts.
+Or they are `separate`: a pair of matrices for each expert, by the names of transformers 4; gate and up have the same A.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,7 +69,7 @@ class Adapter:
         features).
         """
         if name in self.singles:
-            return self._stacked(self.singles[name], name.endswith(".lora_B.weight"))
+            return self._stacked(name)
         tensor = self._read(self.names[name])
         if not is_transposed(name):
             return tensor
@@ -83,14 +84,17 @@ class Adapter:
         experts = len(tensor) // self.ranks[name.partition(".lora_")[0]]
         return pad(tensor.unflatten(0, (experts, -1)), (0, 0, 0, ranks)).flatten(0, 1)
 
-    def _stacked(self, experts: list[Halves], b: bool) -> torch.Tensor:
+    def _stacked(self, name: str) -> torch.Tensor:
         """Adapters of single experts as peft has them in one tensor: of gate and up, A below each other and B side by
-        side, zero elsewhere.
+        side, zero elsewhere; or of one A that both have, A once.
         """
-        shape = next(self.source.tensors[name].shape for halves in experts for name in halves if name)
+        experts, b = self.singles[name], name.endswith(".lora_B.weight")
+        shape = next(self.source.tensors[one].shape for halves in experts for one in halves if one)
+        alike = self.ranks[name.partition(".lora_")[0]] == shape[b]
+        join = torch.cat if alike else lambda halves: torch.block_diag(*halves)
         zero = torch.zeros(shape)
-        read = ([self._read(name) if name else zero for name in halves] for halves in experts)
-        return torch.cat([torch.block_diag(*halves).T if b else torch.cat(halves) for halves in read])
+        read = ([self._read(one) if one else zero for one in halves] for halves in experts)
+        return torch.cat([join(halves).T if b else torch.cat(halves[:1] if alike else halves) for halves in read])
 
     def _read(self, stored: str) -> torch.Tensor:
         pieces = [convert(piece, dtype_of(piece), "F32") for piece in self.source.values(stored)]
@@ -103,6 +107,11 @@ class Adapter:
 def is_transposed(name: str) -> bool:
     """Whether a tensor has another order in peft's files: B of experts is (E rank, out) here."""
     return shapes.adapts_experts(name) and name.endswith(".lora_B.weight")
+
+
+def adapts_experts(cfg: ModelConfig) -> bool:
+    """Whether routed experts have adapters."""
+    return cfg.experts is not None and cfg.lora is not None and cfg.lora.adapts(cfg.names.mlp.experts)
 
 
 def expert_parameters(cfg: ModelConfig) -> list[str]:
@@ -130,26 +139,70 @@ def adapter_shapes(cfg: ModelConfig) -> dict[str, tuple[int, ...]]:
     return {name: shape for unit in units for part in unit for group in part for name, shape in group}
 
 
-def save_adapter(folder: Path, cfg: ModelConfig, reader: Reader, base: str, revision: str = "") -> None:
-    """Writes the adapters. `base`: the name of their model; `revision`: its commit on the hub. Raises StoreError."""
+def separate_names(cfg: ModelConfig) -> dict[str, list[tuple[str, ...]]]:
+    """Canonical name -> name in the file, of its gate and up or of its down, by expert. Raises InputError if the
+    checkpoint has no names of single experts, or their adapters several scales.
+    """
     assert cfg.lora is not None
+    single = cfg.names.mlp.single
+    if not single or any(shapes.adapts_experts(f"{module}.lora_") for module, _ in cfg.lora.scales):
+        why = "these adapters have several scales" if single else "the checkpoint has all experts in one tensor"
+        raise InputError(f"--expert-adapters separate: {why}. Leave it out.")
+    names = dict[str, list[tuple[str, ...]]]()
+    for name, shape in adapter_shapes(cfg).items():
+        if shapes.adapts_experts(name):
+            experts, matrix, end, _ = name.rsplit(".", 3)
+            halves = single[-1:] if matrix == shapes.DOWN else single[:-1]
+            each = range(shape[0] // cfg.lora.rank)
+            names[name] = [tuple(f"{PREFIX}{experts}.{e}.{half}.{end}.weight" for half in halves) for e in each]
+    return names
+
+
+Values = Callable[[str], Iterable[np.ndarray]]  # the fp32 values of an adapter's tensor in memory, in pieces
+
+
+def save_adapter(
+    folder: Path, cfg: ModelConfig, reader: Reader, base: str, revision: str = "", separate: bool = False
+) -> None:
+    """Writes the adapters of a run, as `write_adapter`."""
     unit = {t.name: u for u, layout in enumerate(reader.placement.geo.weights) for t in layout.tensors}
+    write_adapter(folder, cfg, lambda name: fetch(reader, unit[name], name, exact=True), base, revision, separate)
+
+
+def write_adapter(
+    folder: Path, cfg: ModelConfig, values: Values, base: str, revision: str = "", separate: bool = False
+) -> None:
+    """Writes adapters. `base`: the name of their model; `revision`: its commit on the hub; `separate`: those of each
+    expert by themselves. Raises StoreError, and InputError as separate_names.
+    """
+    assert cfg.lora is not None
     names, rank = peft_names(cfg), cfg.lora.rank
+    alone = separate_names(cfg) if separate else {}
     stored = {name: shape[::-1] if is_transposed(name) else shape for name, shape in adapter_shapes(cfg).items()}
-    layout = sequential([(names[name], "F32", shape) for name, shape in stored.items()])
+    entries = list[tuple[str, str, tuple[int, ...]]]()
+    for name, shape in stored.items():
+        of_one = shape
+        if name in alone:
+            a, b = (rank, shape[1]), (shape[0] // len(alone[name][0]), rank)
+            of_one = b if is_transposed(name) else a
+        inside = [one for halves in alone.get(name, [(names[name],)]) for one in halves]
+        entries += [(one, "F32", of_one) for one in inside]
+    layout = sequential(entries)
 
     def content() -> Iterator[bytes]:
         yield encode_header(layout, {"format": "pt"})
-        for name, shape in stored.items():
-            pieces = fetch(reader, unit[name], name, exact=True)
-            if is_transposed(name):
+        for name in stored:
+            pieces = values(name)
+            if name in alone:
+                pieces = _of_experts(np.concatenate([piece.copy() for piece in pieces]), name, alone[name], rank)
+            elif is_transposed(name):
                 whole = np.concatenate([piece.copy() for piece in pieces])
-                pieces = iter([np.ascontiguousarray(whole.reshape(-1, rank, shape[0]).transpose(2, 1, 0))])
+                pieces = [np.ascontiguousarray(whole.reshape(-1, rank, stored[name][0]).transpose(2, 1, 0))]
             for piece in pieces:
                 yield piece.tobytes()
 
     folder.mkdir(parents=True, exist_ok=True)
-    config = _config(cfg, cfg.lora, base) | ({"revision": revision} if revision else {})
+    config = _config(cfg, cfg.lora, base, separate) | ({"revision": revision} if revision else {})
     try:
         write_synced(partial_of(folder / CONFIG), [json.dumps(config, indent=2, sort_keys=True).encode()])
         write_synced(partial_of(folder / WEIGHTS), content())
@@ -160,15 +213,24 @@ def save_adapter(folder: Path, cfg: ModelConfig, reader: Reader, base: str, revi
         raise as_store_error(e, e.filename or folder) from e
 
 
-def _config(cfg: ModelConfig, lora: Lora, base: str) -> dict[str, Any]:
+def _of_experts(whole: np.ndarray, name: str, experts: list[tuple[str, ...]], rank: int) -> Iterator[np.ndarray]:
+    """The tensors of separate_names, in order, of a flat one in memory: (E rank, in), or of B (E rank, out)."""
+    for one in whole.reshape(len(experts), rank, -1):
+        halves = len(experts[0])
+        yield from np.split(one.T, halves) if is_transposed(name) else [one] * halves
+
+
+def _config(cfg: ModelConfig, lora: Lora, base: str, separate: bool) -> dict[str, Any]:
     """The keys of adapter_config.json that peft, vLLM and llama.cpp read."""
-    experts = cfg.experts is not None and lora.adapts(cfg.names.mlp.experts)
+    experts = adapts_experts(cfg)
     others = [t for t in lora.targets if not (experts and f".{cfg.names.mlp.experts}".endswith(f".{t}"))]
     full = {t: next(module for module in adaptable(cfg) if f".{module}".endswith(f".{t}")) for t in others}
     modules = [".".join(cfg.names.module(full[t]).split(".")[-len(t.split(".")) :]) for t in others]
     single = cfg.names.mlp.single or cfg.family.names.mlp.single  # however files have experts
     like_experts = [t for t in modules if cfg.experts and t.rpartition(".")[2] in single]
-    parameters = [*(expert_parameters(cfg) if experts else ()), *(f"{t}.weight" for t in like_experts)]
+    stacked = expert_parameters(cfg) if experts and not separate else []
+    parameters = [*stacked, *(f"{t}.weight" for t in like_experts)]
+    alone = cfg.names.mlp.single if experts and separate else ()
     # modules outside the language model whose layers have the same names
     excluded = "|".join(f"{re.escape(prefix)}.*" for prefix in (cfg.carried if cfg.wrapper else ()))
     optional: dict[str, Any] = {"exclude_modules": excluded} if excluded else {}
@@ -189,7 +251,7 @@ def _config(cfg: ModelConfig, lora: Lora, base: str) -> dict[str, Any]:
         "modules_to_save": [cfg.names.output] if cfg.scores else None,
         "peft_type": "LORA",
         "r": lora.rank,
-        "target_modules": [t for t in modules if t not in like_experts],
+        "target_modules": [*(t for t in modules if t not in like_experts), *alone],
         "task_type": "SEQ_CLS" if cfg.scores else "CAUSAL_LM",
         "use_dora": False,
         "use_rslora": False,

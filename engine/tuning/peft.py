@@ -14,7 +14,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from trireme.engine.tuning.adapters import WEIGHTS, Adapter, Halves, adapter_shapes, is_transposed, peft_names
+from trireme.engine.tuning.adapters import (
+    WEIGHTS,
+    Adapter,
+    Halves,
+    adapter_shapes,
+    is_transposed,
+    peft_names,
+    write_adapter,
+)
 from trireme.engine.tuning.chosen import adaptable, adapted
 from trireme.engine.tuning.peft_config import (
     CONFIG,
@@ -84,7 +92,7 @@ def read_adapter(folder: Path, cfg: ModelConfig, merging: bool = False) -> Adapt
         for pair in pairs.values()
         for name, inside in zip(shapes.adapter_names(pair.place.module), pair.place.stored, strict=True)
     }
-    singles, pairs = _gathered(folder, by_expert(cfg), files, pairs)
+    singles, pairs = _gathered(source, by_expert(cfg), files, pairs)
     lora = _lora(pairs)
     targeted = (place.module for place in places(cfg, config, False) if place.target in lora.targets)
     return Adapter(
@@ -100,6 +108,18 @@ def read_adapter(folder: Path, cfg: ModelConfig, merging: bool = False) -> Adapt
         absent=tuple(module for module in targeted if module not in pairs),
         dropout=float(config.get("lora_dropout") or 0.0),
     )
+
+
+def convert_adapter(folder: Path, cfg: ModelConfig, out: Path, separate: bool) -> None:
+    """Writes the adapter in `folder` to `out` with those of experts in the form of `write_adapter`, of one rank.
+
+    Raises InputError, StoreError.
+    """
+    adapter, config = read_adapter(folder, cfg), read_adapter_config(folder)
+    cfg = adapted(adapter.cfg, replace(adapter.lora, dropout=adapter.dropout))
+    numel = {name: math.prod(shape) for name, shape in adapter_shapes(cfg).items()}
+    values = lambda name: adapter.values(name, 0, numel[name])
+    write_adapter(out, cfg, values, adapter.base, str(config.get("revision") or ""), separate)
 
 
 def scored_by(folder: Path, cfg: ModelConfig) -> ModelConfig:
@@ -260,11 +280,11 @@ def _unlike(folder: Path, name: str, sizes: Mapping[str, Shape], wanted: Shape) 
 
 
 def _gathered(
-    folder: Path, cfg: ModelConfig, files: dict[str, str], pairs: Mapping[str, Pair]
+    source: Source, cfg: ModelConfig, files: dict[str, str], pairs: Mapping[str, Pair]
 ) -> tuple[dict[str, list[Halves]], dict[str, Pair]]:
     """(Adapter.singles, `pairs` with a layer's experts as one). Removes the names of single experts from `files`.
 
-    Raises InputError.
+    Gate and up have twice the rank together, unless they have the same A. Raises InputError.
     """
     gathered = {module: pair for module, pair in pairs.items() if not SINGLE.search(module)}
     singles: dict[str, list[Halves]] = {}
@@ -276,12 +296,18 @@ def _gathered(
         halves = 1 if half is None else 2
         one = Pair(Place(matrix, pair.place.target, {}), halves * pair.rank, halves * pair.alpha)
         if gathered.setdefault(matrix, one) != one:
-            raise InputError(f"{folder}: adapters of the experts of {matrix} have several ranks or scales.")
+            raise InputError(f"{source.folder}: adapters of the experts of {matrix} have several ranks or scales.")
         for ours, theirs in zip(shapes.adapter_names(matrix), shapes.adapter_names(module), strict=True):
             every = singles.setdefault(ours, [(None,) * halves] * cfg.experts.count)
             parts = list(every[expert])
             parts[half or 0] = files.pop(theirs)
             every[expert] = tuple(parts)
+    same = lambda one, other: one and other and np.array_equal(source.read(one), source.read(other))
+    for name, experts in singles.items():
+        module, a = name.removesuffix(".lora_A.weight"), name.endswith(".lora_A.weight")
+        if a and len(experts[0]) == 2 and all(same(*halves) for halves in experts):
+            pair = gathered[module]
+            gathered[module] = pair._replace(rank=pair.rank // 2, alpha=pair.alpha / 2)
     return singles, gathered
 
 

@@ -11,10 +11,10 @@ from adapters_of_peft import loaded, set_keys, tensors_of
 from engines import write_plan
 from runs import losses, options, stopped
 from safetensors.torch import load_file
-from tiny import CASES
+from tiny import CASES, oracle
 
 from trireme.engine.plan import DoesNotFit, Plan, UnitPlan
-from trireme.engine.run import loop, opening
+from trireme.engine.run import cli, loop, opening
 from trireme.engine.run.job import make
 from trireme.engine.run.loop import train
 from trireme.engine.run.options import Options
@@ -244,3 +244,26 @@ def test_an_alpha_that_is_larger_by_a_ratio_trains_b_faster_by_it():
         return (scale * b @ a).detach()
 
     assert torch.allclose(trained(2.0, (1e-2, ratio * 1e-2)), trained(2.0 * ratio, (1e-2, 1e-2)), rtol=1e-3)
+
+
+@pytest.mark.full
+def test_adapters_of_experts_in_both_forms(checkpoint, tmp_path):
+    """They are the same numbers: written, converted, trained further."""
+    sizes = dict(vocab_size=json.loads((checkpoint / "checkpoint/config.json").read_text())["vocab_size"])
+    model, arguments = CASES["qwen3 moe"]
+    oracle(model, arguments | sizes)[0].save_pretrained(tmp_path / "checkpoint")
+    for path in (*(checkpoint / "checkpoint").glob("token*"), checkpoint / "stories.txt"):
+        shutil.copy(path, tmp_path / "checkpoint" if path.name != "stories.txt" else tmp_path)
+    run = options(tmp_path, tmp_path / "stacked", "gpu", lora=2, lora_targets=("q_proj", "experts"), log=())
+    train(run)
+    train(replace(run, out=str(tmp_path / "separate"), expert_adapters="separate"))
+    words = ("merge", str(tmp_path / "separate"), "--expert-adapters", "stacked", "--out", str(tmp_path / "back"))
+    assert cli.main(words) == 0
+    stacked, separate, back = (load_file(tmp_path / name / TENSORS) for name in ("stacked", "separate", "back"))
+    assert back.keys() == stacked.keys() != separate.keys()
+    assert all(torch.equal(t, back[name]) for name, t in stacked.items())
+    further = replace(run, lora=None, lora_targets=())
+    for name in ("stacked", "separate"):
+        train(replace(further, adapter=str(tmp_path / name), out=str(tmp_path / f"further-{name}")))
+    one, other = (load_file(tmp_path / f"further-{name}" / TENSORS) for name in ("stacked", "separate"))
+    assert all(torch.equal(t, other[name]) for name, t in one.items())

@@ -1,7 +1,10 @@
-"""`trireme merge ADAPTER --out DIR`: an adapter added to its model, as an ordinary checkpoint."""
+"""`trireme merge ADAPTER --out DIR`: an adapter added to its model, as an ordinary checkpoint; or the adapter itself
+with those of experts in another form.
+"""
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,9 +12,9 @@ from trireme.engine.run import config_file, opening, screen
 from trireme.engine.run.after import hub
 from trireme.engine.run.options import Merge, Options
 from trireme.engine.tuning.merging import merge_adapter, new_folder
-from trireme.engine.tuning.packed_source import Packed, check_packing
+from trireme.engine.tuning.packed_source import Packed, as_stored, check_packing
 from trireme.engine.tuning.parts import open_checkpoint
-from trireme.engine.tuning.peft import scored_by
+from trireme.engine.tuning.peft import convert_adapter, scored_by
 from trireme.models.config import InputError, read_config
 from trireme.storage.auxiliary import TEMPLATE
 from trireme.storage.untrusted import quoted
@@ -26,6 +29,13 @@ def run(o: Merge) -> None:
     cfg = scored_by(folder, read_config(base, run.rope_factor))
     source = open_checkpoint(base, cfg.packing, screen.warn)
     check_packing(cfg, source, screen.warn)
+    if o.expert_adapters:
+        with new_folder(out) as place:
+            convert_adapter(folder, as_stored(cfg, source), place, o.expert_adapters == "separate")
+            if (folder / TEMPLATE).is_file():
+                shutil.copyfile(folder / TEMPLATE, place / TEMPLATE)
+        screen.say(f"output   {out}/: the adapter, of experts {o.expert_adapters}")
+        return
     template = run.chat_template or (str(folder / TEMPLATE) if (folder / TEMPLATE).is_file() else None)
     source = opening.as_written(replace(run, model=base, merge=True, chat_template=template), cfg, source)
     same = o.format == "same"
