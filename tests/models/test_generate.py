@@ -43,6 +43,7 @@ def units_of(tiny, asked=None):
         "llama 3.1 rope",
         "mistral window",
         "gpt oss",
+        "flint",
         "qwen2 window above",
         "qwen3",
         "granite",

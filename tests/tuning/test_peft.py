@@ -59,6 +59,7 @@ TRAINED = {  # case -> (model, options of LoraConfig): what can be trained furth
         alpha_pattern={"0.mlp.experts.down_proj": 1, "o_proj": 3})),
     "experts of a layer": ("gpt oss", dict(target_parameters=[f"1.{name}" for name in EXPERTS])),
     "gate and up of experts": ("gpt oss", dict(target_modules=[], target_parameters=EXPERTS[:1])),
+    "experts of flint": ("flint", dict(target_modules=["q_proj", "shared_expert.up_proj"], target_parameters=EXPERTS)),
     "down of experts, up of a layer": ("mixtral", dict(
         target_modules=[], target_parameters=["experts.down_proj", "0.mlp.experts.gate_up_proj"])),
 }  # fmt: skip
