@@ -192,7 +192,6 @@ class _Cache:
         self, cfg: ModelConfig, n_prompts: int, positions: int, places: Sequence[torch.device], dtype: torch.dtype
     ):
         self.cfg, self.dtype, self.places, self.positions = cfg, dtype, places, positions
-        self.sinks = bool(cfg.names.mixer.sinks)
         at = {shapes.layer(cfg, u): places[u] for u in range(cfg.n_units - 2, 0, -1)}  # a layer's first unit
         self.k, self.v, self.states = dict[int, Tensor](), dict[int, Tensor](), dict[int, _States]()
         for i, layer in enumerate(cfg.layers):
@@ -222,6 +221,7 @@ class _Cache:
         As there is no backward, it returns the sums of the softmax only where sinks need them.
         """
         k_all, v_all = self.k[layer], self.v[layer]
+        sinks = self.cfg.layers[layer].mixer_names.sinks
         n_prompts, length = k_all.shape[:2]
 
         def attend(
@@ -237,7 +237,7 @@ class _Cache:
                 return _capped(q, k_all, v_all, seen, scale, cap), q.new_empty(0)
             query, keys, values = (t.transpose(1, 2) for t in (q[:, None], k_all, v_all))
             y = scaled_dot_product_attention(query, keys, values, seen[:, None, None], scale=scale, enable_gqa=True)
-            return y.transpose(1, 2)[:, 0], _lse(q, k_all, seen, scale) if self.sinks else q.new_empty(0)
+            return y.transpose(1, 2)[:, 0], _lse(q, k_all, seen, scale) if sinks else q.new_empty(0)
 
         return attend
 

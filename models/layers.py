@@ -30,18 +30,20 @@ class Attention:
     rope: Rope | None = None  # None: queries and keys are not rotated
     window: int = 0  # tokens attended to, itself included; 0: all
     cap: float = 0.0  # scores s are cap * tanh(s / cap); 0: s
-    norm: Literal["", "head", "width"] = ""  # of queries and keys: per head, or over all
+    norm: Literal["", "head", "width", "bare"] = ""  # of queries and keys: per head, over all, per head without weights
     rope_first: bool = False  # they are rotated before their norms
     bias: bool = False
     o_bias: bool = False
-    gate: bool = False  # the result times the sigmoid of a gate, stored after each query
+    gate: Literal["", "queries", "values", "heads"] = ""  # of the result: after each query, or by a matrix of its own
+    gate_act: Literal["sigmoid", "softplus"] = "sigmoid"  # by which the result is multiplied
     latent: Latent | None = None  # heads are computed from latents
     factor: float = 1.0  # of what is added to the residual
     values: Literal["own", "normed", "keys"] = "own"  # normed: by a norm without weights; keys: raw keys, so normed
+    value: int = 0  # of a head's value; 0: dim
 
     @property
     def value_dim(self) -> int:
-        return self.latent.value if self.latent else self.dim
+        return self.latent.value if self.latent else self.value or self.dim
 
     @property
     def q_width(self) -> int:
@@ -57,11 +59,19 @@ class Attention:
         return self.heads * self.value_dim
 
     @property
+    def parts(self) -> tuple[int, ...]:
+        """Features of each matrix of the first matmul: queries, keys, values, gate; or of latents."""
+        if self.latent:
+            return self.latent.q_rank or self.q_width, self.latent.kv_rank + self.latent.rope
+        queries = self.q_width * (1 + (self.gate == "queries"))
+        values = () if self.values == "keys" else (self.kv_heads * self.value_dim,)
+        gate = {"values": (self.out_width,), "heads": (self.heads,)}.get(self.gate, ())
+        return queries, self.kv_width, *values, *gate
+
+    @property
     def qkv_width(self) -> int:
         """Features of the result of the first matmul."""
-        if self.latent:
-            return (self.latent.q_rank or self.q_width) + self.latent.kv_rank + self.latent.rope
-        return self.q_width * (1 + self.gate) + (1 + (self.values != "keys")) * self.kv_width
+        return sum(self.parts)
 
     @property
     def rotated_first(self) -> bool:

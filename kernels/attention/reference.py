@@ -100,15 +100,23 @@ def sinks_bwd_(dsinks_: Tensor, dout: Tensor, out: Tensor, lse: Tensor, sinks: T
 
 
 def gate_fwd(x: Tensor, gate: Tensor, act: str) -> Tensor:
-    """x * f(gate), f "sigmoid" or "silu"; x (N, H, d) contiguous, rows and heads of the gate may be strided."""
-    z = upcast(gate)
-    s = torch.sigmoid(z)
-    return (upcast(x) * (s if act == "sigmoid" else z * s)).to(x.dtype)
+    """x * f(gate), f "sigmoid", "silu" or "softplus"; x (N, H, d) contiguous.
+
+    The gate is (N, H, d), or (N, H, 1) of heads; its rows and heads may be strided.
+    """
+    return (upcast(x) * _gating(upcast(gate), act)[0]).to(x.dtype)
 
 
 def gate_bwd(dy: Tensor, x: Tensor, gate: Tensor, dgate: Tensor, act: str) -> Tensor:
     """Gradient of x (N, H, d); fills dgate, which may be strided as the gate."""
-    z, d = upcast(gate), upcast(dy)
+    (f, slope), d = _gating(upcast(gate), act), upcast(dy)
+    dgate.copy_((d * upcast(x) * slope).sum_to_size(dgate.shape))
+    return (d * f).to(x.dtype)
+
+
+def _gating(z: Tensor, act: str) -> tuple[Tensor, Tensor]:
+    """(f(z), its derivative)."""
     s = torch.sigmoid(z)
-    dgate.copy_(d * upcast(x) * s * (1 - s) if act == "sigmoid" else d * upcast(x) * (s * (1 + z * (1 - s))))
-    return (d * (s if act == "sigmoid" else z * s)).to(x.dtype)
+    if act == "softplus":
+        return torch.nn.functional.softplus(z), s
+    return (s, s * (1 - s)) if act == "sigmoid" else (z * s, s * (1 + z * (1 - s)))

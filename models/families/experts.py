@@ -54,7 +54,8 @@ class ExpertKeys:
     sigmoid: bool = False
     scale: float = 1.0
     scale_key: str = ""  # "": 1
-    leading: int | None = None  # first_k_dense_replace; None: not read
+    leading: int | None = None  # layers at the beginning that are dense; None: not read
+    leading_key: str = "first_k_dense_replace"
     listed: bool = False  # mlp_layer_types comes first
     among: bool = False  # dense layers by decoder_sparse_step and mlp_only_layers
     dense: tuple[int, ...] = ()  # default of mlp_only_layers
@@ -158,9 +159,9 @@ def _dense_layers(keys: Keys, family: ExpertKeys, layers: int) -> tuple[int, ...
     if family.listed and keys.raw.get("mlp_layer_types") is not None:
         dense, said = _listed(keys, layers), '"mlp_layer_types" leaves'
     elif family.leading is not None:
-        first = keys.raw.get("first_k_dense_replace", family.leading)
+        first = keys.raw.get(family.leading_key, family.leading)
         if type(first) is not int or not 0 <= first < layers:
-            raise keys.error("first_k_dense_replace", f"an integer from 0 to {layers - 1}")
+            raise keys.error(family.leading_key, f"an integer from 0 to {layers - 1}")
         return tuple(range(first))
     elif family.among:
         dense, said = _among(keys, family, layers), '"decoder_sparse_step" and "mlp_only_layers" leave'

@@ -92,24 +92,25 @@ class Family:
     windows: Literal["none", "all", "above", "pattern"] = "none"
     window: int | None = 4096
     period: int = 0  # of "pattern": every period-th layer has no window; 0: all have
-    period_key: bool = False  # reads sliding_window_pattern
+    period_key: str = ""  # "": none
     first: bool = False  # the first layer of a period, not the last, has no window
     ends: bool = False  # nor have the first two layers and the last; a period's one is its second (Flint)
     above: int = 0  # default of max_window_layers, of "above" and of "pattern"; 0: not read
     listed_type: str = ""  # model_type as which transformers reads a config.json with layer_types
     aliases: dict[str, str] = field(default_factory=dict)  # other names of keys -> those that are read
-    # no_rope_layers; layers without window; all: by a key, where rope has no theta, always
-    unrotated: Literal["", "listed", "full", "typed", "null", "all"] = ""
+    # no_rope_layers; layers without window, with a sliding_window or always; all: by a key, without theta, always
+    unrotated: Literal["", "listed", "full", "global", "typed", "null", "all"] = ""
     scaled: bool = False  # reads scales of embedding, attention, branches, logits
     multiplied: bool = False  # reads Falcon-H1's factors of embedding, keys, attention, MLP, logits
     caps: dict[str, float | None] = field(default_factory=dict)  # keys of soft caps that are read -> defaults
     query_scale: bool = False  # attention's scale is query_pre_attn_scalar ** -0.5
     embed_root: bool = False  # the embedding's factor is sqrt(width)
+    embed_root_key: str = ""  # key that says whether it is; "": none
     experts: ExpertKeys | None = None  # in place of the MLP
     single: bool = False  # a layer is a mixer or an MLP, by layers_block_type or hybrid_override_pattern
     scan: DeltaKeys | MambaKeys | None = None  # in place of attention in some layers
     unadapted: tuple[str, ...] = ()  # linear layers for which peft has no adapters
-    attention_gate: bool = False  # attention's result times the sigmoid of a gate, stored after each query
+    attention_gate: Literal["", "queries", "values", "heads"] = ""  # layers.Attention.gate
     packings: tuple[str, ...] = (  # accepted values of quant_method
         "fp8", "fbgemm_fp8", "compressed-tensors", "modelopt", "bitsandbytes",
     )  # fmt: skip

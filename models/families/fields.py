@@ -61,6 +61,8 @@ def _unrotated(keys: Keys, family: Family, found: list[int]) -> tuple[int, ...]:
     layers = len(found)
     if family.unrotated == "listed":
         return unrotated_layers(keys, layers)
+    if family.unrotated == "global":
+        return tuple(i for i, window in enumerate(found) if not window)
     if family.unrotated == "full":
         windowed = keys.raw.get("sliding_window", family.window) is not None
         return tuple(i for i, window in enumerate(found) if not window) if windowed else ()
@@ -121,11 +123,16 @@ def scales_of(keys: Keys, family: Family, width: int, head_dim: int) -> Scales:
         else keys.number(name, family.caps[name])
     )
     return Scales(
-        embed=width**0.5 if family.embed_root else 1.0,
+        embed=width**0.5 if family.embed_root or _flagged(keys, family.embed_root_key) else 1.0,
         scores=keys.number("query_pre_attn_scalar", 256.0) ** -0.5 if family.query_scale else 0.0,
         scores_cap=cap(OF_SCORES),
         logits_cap=cap(OF_LOGITS),
     )
+
+
+def _flagged(keys: Keys, name: str) -> bool:
+    """A flag that is false where it is absent; without a name false."""
+    return bool(name) and keys.flag(name, False)
 
 
 def _multiplied(keys: Keys, head_dim: int) -> Scales:
@@ -154,7 +161,7 @@ def _attentions(
     if latent and ropes[0]:
         score *= ropes[0].sharpness
     by_layer = family.by_layer and keys.flag("scale_attn_by_inverse_layer_idx", False)
-    normed = not family.qk_norm_key or keys.flag(family.qk_norm_key, False)
+    normed = not family.qk_norm_key or _flagged(keys, family.qk_norm_key)
     first = Attention(
         heads, kv_heads, head_dim, score, cap=scales.scores_cap, norm=family.qk_norm if normed else "",
         rope_first=family.rope_first, bias=flag(family.qkv_bias), o_bias=flag(family.o_bias),

@@ -236,6 +236,12 @@ ONE_MIXER_EXPERTS = ONE_MIXER.changed(
         latent_out="mixer.fc2_latent_proj", correction="mixer.gate.e_score_correction_bias",
     ),
 )  # fmt: skip
+_GATE_PROJ = dict(qkv=(*SPLIT.mixer.qkv, "self_attn.gate_proj"), post="post_attention_layernorm")
+GATED = SPLIT.changed(_GATE_PROJ, dict(norm="pre_mlp_layernorm", post="post_mlp_layernorm"))
+GATED_MIXTURE = GATED.changed(
+    mlp=_gated("mlp.shared_experts")
+    | dict(router="mlp.router.gate", experts="mlp.experts", correction="mlp.expert_bias")
+)
 LATENT = SPLIT.changed(
     dict(
         qkv=("self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa"), q_norm="self_attn.q_a_layernorm",

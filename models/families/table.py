@@ -30,13 +30,14 @@ _GLM: dict[str, Any] = dict(
 _SHARED: dict[str, Any] = dict(
     shared_count=1, shared_count_key="n_shared_experts", sigmoid=True, scale_key="routed_scaling_factor",
 )  # fmt: skip
+PATTERN = "sliding_window_pattern"
 _LATENT: dict[str, Any] = dict(moe_layer_freq=(None, 1))
 _INDEXED = _LATENT | dict(
     topk_method=(None, "noaux_tc"), scoring_func=(None, "sigmoid"), mlp_bias=(None, False), rope_interleave=(None, True)
 )
 _HYBRID: dict[str, Any] = dict(
     add_one=True, head_dim=256, max_positions=32768, qk_norm="head", partial=0.25, qkv_bias=BIAS, o_bias=BIAS,
-    scan=DeltaKeys(), attention_gate=True, carried=("mtp.",),
+    scan=DeltaKeys(), attention_gate="queries", carried=("mtp.",),
 )  # fmt: skip
 _QWEN_VL: dict[str, Any] = dict(
     kv_heads=8, max_positions=32768, eps=1e-5, theta=1e6, qkv_bias=True, windows="above", above=80,
@@ -189,7 +190,7 @@ FAMILIES = {
     ),
     "exaone4": Family(
         "EXAONE 4",
-        names=names.POST, qk_norm="head", eps=1e-5, kv_heads=32, windows="pattern", period=4, period_key=True,
+        names=names.POST, qk_norm="head", eps=1e-5, kv_heads=32, windows="pattern", period=4, period_key=PATTERN,
         unrotated="full",
     ),
     "seed_oss": Family(
@@ -202,7 +203,7 @@ FAMILIES = {
         names=names.BOTH, spelled=SPELLED | dict(act="hidden_activation"), add_one=True, acts=GELU, qk_norm="head",
         theta=1e6, local_theta=1e4, local_theta_key="rope_local_base_freq", vocab=262208, n_heads=8, kv_heads=4,
         head_dim=256, max_positions=131072, tied=True, qkv_bias=BIAS, o_bias=BIAS, windows="pattern", period=6,
-        period_key=True, query_scale=True, embed_root=True, caps={OF_LOGITS: None},
+        period_key=PATTERN, query_scale=True, embed_root=True, caps={OF_LOGITS: None},
     ),
     "gemma4_text": Family(
         "Gemma 4 (12B, 26B-A4B, 31B)",
@@ -259,7 +260,7 @@ FAMILIES = {
     ),
     "exaone_moe": Family(
         "K-EXAONE 236B",
-        names=names.OUTSIDE, kv_heads=32, eps=1e-5, qk_norm="head", windows="pattern", period=4, period_key=True,
+        names=names.OUTSIDE, kv_heads=32, eps=1e-5, qk_norm="head", windows="pattern", period=4, period_key=PATTERN,
         unrotated="full", carried=("mtp.",),
         experts=ExpertKeys(
             64, 8, 1024, normalised=True, leading=1, listed=True,
@@ -276,6 +277,17 @@ FAMILIES = {
         ),
         aliases={"num_local_experts": "num_experts"},
         only={"mlp_bias": (None, False), "first_k_dense_replace": (None, 1)},
+    ),
+    "afmoe": Family(
+        "Trinity Nano, Mini (26B-A3B) and Large (400B-A13B)",
+        names=names.GATED_MIXTURE, dense=names.GATED.mlp, attention_gate="values", head_dim=128, max_positions=16384,
+        eps=1e-5, qk_norm="head", windows="pattern", window=1024, period=4, period_key="global_attn_every_n_layers",
+        unrotated="global", embed_root_key="mup_enabled",
+        experts=ExpertKeys(
+            64, 6, 1408, renormalise=True, leading=1, leading_key="num_dense_layers",
+            **_SHARED | dict(shared_count=2, shared_count_key="num_shared_experts", scale_key="route_scale"),
+        ),
+        aliases={"num_local_experts": "num_experts"}, only={"attention_bias": (None, False)},
     ),
     "mellum": Family(
         "Mellum 2",

@@ -69,7 +69,7 @@ def _usual_types(keys: Keys, family: Family, layers: int, window: int) -> list[s
         return [GLOBAL] * first + [LOCAL] * (layers - first)
     if not family.period:
         return [LOCAL if window else GLOBAL] * layers
-    period = keys.count("sliding_window_pattern", family.period) if family.period_key else family.period
+    period = keys.count(family.period_key, family.period) if family.period_key else family.period
     if family.ends:
         return [GLOBAL if i < 2 or i % period == 1 or i == layers - 1 else LOCAL for i in range(layers)]
     return [LOCAL if (i + (not family.first)) % period else GLOBAL for i in range(layers)]

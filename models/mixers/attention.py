@@ -4,8 +4,8 @@
 
 Saved are x (by the caller), qkv (N, (H + 2K) d), attn_out (N, H e) with lse (H, N) fp32, and where a norm follows o its
 input attn_branch (N, D). If Attention.rotated_first, q and k in qkv are already rotated. With latents qkv holds
-those of latent.py, (N, Attention.qkv_width), and values have a width e of their own; otherwise e is d. Legend:
-shapes.py.
+those of latent.py, (N, Attention.qkv_width). Values have a width e, perhaps of their own. The result may be gated: by
+gates of each feature behind each query, or by a matrix of their own, or of each head. Legend: shapes.py.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class _Heads(NamedTuple):
     v: Tensor  # (N, K, e)
     q_stats: Stats | None = None
     k_stats: Stats | None = None
-    gate: Tensor | None = None  # (N, H, d), of the result
+    gate: Tensor | None = None  # (N, H, e), or (N, H, 1), of the result
     v_stats: Stats | None = None
 
 
@@ -93,7 +93,7 @@ def forward(
     if "lse" in p.saved:
         p.saved["lse"].copy_(lse)
     if spec.gate:
-        attn_out = _gated(attn_out, _gate(spec, qkv))
+        attn_out = _gated(spec, attn_out, _gate(spec, qkv))
     del qkv, lse
     add_branch(spec.factor, p.layer.eps, onto, attn_out, w.o, w.norm, w.post, out, p.saved.get("attn_branch"))
 
@@ -135,7 +135,7 @@ def recall(p: Pass, spec: Attention, w: AttentionWeights, x: Tensor) -> Attentio
 def residual(p: Pass, spec: Attention, w: AttentionWeights, x: Tensor, out: Tensor, onto: Tensor) -> AttentionResult:
     """Computes forward again: fills out (N, D), returns what backward needs."""
     result = recall(p, spec, w, x)
-    attn_out = _gated(result.out, result.heads.gate)
+    attn_out = _gated(spec, result.out, result.heads.gate)
     if w.post is None:
         if onto is x and copies(w.norm, w.post, w.o):
             out.copy_(x)
@@ -150,7 +150,7 @@ def _backward_to_qkv(
     p: Pass, spec: Attention, w: AttentionWeights, g: AttentionWeights, result: AttentionResult, dy: Tensor
 ) -> Tensor:
     """Gradient of qkv (N, Attention.qkv_width)."""
-    inner = _gated(result.out, result.heads.gate)
+    inner = _gated(spec, result.out, result.heads.gate)
     d_branch = branch_backward(spec.factor, p.layer.eps, dy, inner, w.o, w.post, g.post, result.branch)
     d_o = upstream(d_branch, w.o, g.o)
     del d_branch
@@ -170,8 +170,9 @@ def _backward_to_qkv(
     dq, dk, dv = _split(p.layer, spec, dqkv)
     dv = torch.empty_like(dv) if spec.values == "keys" else dv
     placed = dq
-    if result.heads.gate is not None:  # kernels take heads that are neighbours
-        dout = ops.gate_bwd(dout, out, result.heads.gate, _gate(spec, dqkv), "sigmoid")
+    if result.heads.gate is not None:
+        dout = ops.gate_bwd(dout, out, result.heads.gate, _gate(spec, dqkv), spec.gate_act)
+    if spec.gate == "queries":  # kernels take heads that are neighbours
         dq = torch.empty(dq.shape, dtype=dq.dtype, device=dq.device)
     _attend_backward(p, spec, dout, out, result, (dq, dk, dv))
     rotation = p.rows.rotation(spec)
@@ -217,17 +218,17 @@ def _heads(p: Pass, spec: Attention, w: AttentionWeights, qkv: Tensor) -> _Heads
     if w.latent is not None:
         return _Heads(*latent.heads(p, spec, w.latent, qkv))
     q, k, v = _split(p.layer, spec, qkv)
-    v_stats = None
+    gate, v_stats = _gate(spec, qkv) if spec.gate else None, None
     if spec.values != "own":
         v, v_stats = ops.norm_fwd(v, _ones(spec, v), eps)
     if w.q_norm is None or w.k_norm is None:
-        return _Heads(q, k, v)
+        return _Heads(q, k, v, gate=gate)
     q, q_stats = _head_norm(q, w.q_norm, eps)
     k, k_stats = _head_norm(k, w.k_norm, eps)
     if not spec.rotated_first and rotation:
         rotate_(q, rotation.query, p.rows)
         rotate_(k, rotation.key, p.rows)
-    return _Heads(q, k, v, q_stats, k_stats, _gate(spec, qkv) if spec.gate else None, v_stats)
+    return _Heads(q, k, v, q_stats, k_stats, gate, v_stats)
 
 
 def _ones(spec: Attention, like: Tensor) -> Tensor:
@@ -238,14 +239,15 @@ def _ones(spec: Attention, like: Tensor) -> Tensor:
 
 
 def _gate(spec: Attention, qkv: Tensor) -> Tensor:
-    """The gates in qkv, a view (N, H, d): each head has its gate behind its query."""
-    heads = qkv[:, : 2 * spec.q_width].view(len(qkv), spec.heads, 2 * spec.dim)
-    return heads[..., spec.dim :]
+    """The gates in qkv, a view (N, H, e), or (N, H, 1) of one for each head."""
+    if spec.gate == "queries":
+        return qkv[:, : spec.parts[0]].unflatten(1, (spec.heads, -1))[..., spec.dim :]
+    return qkv[:, -spec.parts[-1] :].unflatten(1, (spec.heads, -1))
 
 
-def _gated(out: Tensor, gate: Tensor | None) -> Tensor:
-    """The result of attention (N, H d), times sigmoid(gate) if there is one."""
-    return out if gate is None else ops.gate_fwd(out.view(gate.shape), gate, "sigmoid").view(out.shape)
+def _gated(spec: Attention, out: Tensor, gate: Tensor | None) -> Tensor:
+    """The result of attention (N, H e), times what its gate, if there is one, becomes."""
+    return out if gate is None else ops.gate_fwd(out.unflatten(1, (spec.heads, -1)), gate, spec.gate_act).flatten(1)
 
 
 def _head_norm(x: Tensor, w: Norm, eps: float) -> tuple[Tensor, Stats]:
@@ -280,17 +282,12 @@ def _attend(
 
 
 def _split(layer: Layer, spec: Attention, qkv: Tensor) -> list[Tensor]:
-    """Views: q (N, H, d), k and v (N, K, d)."""
+    """Views: q (N, H, d), k (N, K, d) and v (N, K, e)."""
     if layer.mixer_names.by_head:
         return list(qkv.view(qkv.shape[0], spec.heads, 3, spec.dim).unbind(2))
-    heads = qkv.view(qkv.shape[0], -1, spec.dim)
-    if spec.gate:
-        q, k, v = heads.split((2 * spec.heads, spec.kv_heads, spec.kv_heads), 1)
-        return [q.unflatten(1, (spec.heads, 2))[:, :, 0], k, v]
-    if spec.values == "keys":
-        q, k = heads.split((spec.heads, spec.kv_heads), 1)
-        return [q, k, k]
-    return list(heads.split((spec.heads, spec.kv_heads, spec.kv_heads), 1))
+    q, *others = qkv.split(spec.parts, 1)
+    k, v = (others[i].unflatten(1, (spec.kv_heads, -1)) for i in (0, spec.values != "keys"))
+    return [q.unflatten(1, (spec.heads, -1))[..., : spec.dim], k, v]
 
 
 def _rotate_(p: Pass, spec: Attention, qkv_: Tensor, inverse: bool = False) -> None:
@@ -299,7 +296,7 @@ def _rotate_(p: Pass, spec: Attention, qkv_: Tensor, inverse: bool = False) -> N
     if rotation is None:
         return
     if rotation.query is rotation.key and not p.layer.mixer_names.by_head:
-        heads = qkv_.view(qkv_.shape[0], -1, spec.dim)[:, : spec.heads + spec.kv_heads]
+        heads = qkv_[:, : spec.q_width + spec.kv_width].unflatten(1, (-1, spec.dim))
         rotate_(heads, rotation.key, p.rows, inverse)
     else:
         q, k, _ = _split(p.layer, spec, qkv_)

@@ -115,13 +115,13 @@ def rule(spec: Experts) -> ops.Rule:
 
 
 def weights(read: Reader, spec: Experts) -> ExpertWeights:
-    names, post, router_norm, expert_scale = read.layer.mlp_names, None, None, None
+    names, router_norm, expert_scale = read.layer.mlp_names, None, None
     of_shared = shared.weights(read) if spec.shared else None
     (up, up_bias), (down, down_bias) = (_stack(read, spec, matrix) for matrix in (GATE_UP, DOWN))
     up_adapters, down_adapters = (read.stacked(f"{names.experts}.{matrix}") for matrix in (GATE_UP, DOWN))
+    post = read.norm(names.post_experts if len(read.layer.mlps) > 1 else names.post)
     if names.router_scale:
-        post, router_norm = read.norm(names.post_experts), Norm(read[names.router_scale])
-        expert_scale = read[names.expert_scale]
+        router_norm, expert_scale = Norm(read[names.router_scale]), read[names.expert_scale]
     latent_in, latent_out = (read.linear(name) if spec.latent else None for name in (names.latent_in, names.latent_out))
     return ExpertWeights(
         read.norm(names.norm_experts or names.norm), read.linear(names.router, router=True), up, down, of_shared,
@@ -154,7 +154,7 @@ def forward(
     """
     rows, saved = p.rows, p.saved
     y, _ = norm(x, w.norm, p.layer.eps)
-    if w.shared is not None and w.ends:
+    if w.shared is not None and w.ends and w.post is None:
         shared.forward(p, spec, w.shared, onto, y, out)
         onto = out
     routes = _routes(spec, w, _read(p, w, x, y)[0], passed)
@@ -163,13 +163,14 @@ def forward(
     at, order, k = w.of_part(experts_in_fp8(p.cfg, p.layer, len(x))), _within(routes.order, w.part), rule(spec).k
     z = y if w.latent_in is None else linear(y, w.latent_in)
     gate_up = _up(at, z, order, k, saved.get(up_name(spec)))
-    del y, z
+    del z
     act = _activation(spec, gate_up)
     del gate_up
     if w.post is not None:
-        total = _sum(at, act, routes.weights, order, k, None)
+        total = _total(p, spec, at, act, y, routes)
         add_matmul(spec.factor, p.layer.eps, onto, total, w.post, out)
         return
+    del y
     if w.latent_out is None:
         _sum(at, act, routes.weights, order, k, onto if w.ends else None, *_sums(w, order, passed, out))
         return
@@ -189,6 +190,15 @@ def _sum(w: ExpertWeights, act: Tensor, weights: Tensor, order: ops.Order, k: in
     if w.down_adapters is not None:
         w.down_adapters.add_(ranked, act, order)
     return ops.combine(ranked, order, k, weights, *into)
+
+
+def _total(p: Pass, spec: Experts, w: ExpertWeights, act: Tensor, y: Tensor, routes: Routes) -> Tensor:
+    """The input of the norm behind the experts, (N, D): their sum, with the shared one's result; saved if it can be."""
+    beside = None
+    if w.shared is not None:
+        beside = torch.zeros_like(y)
+        shared.forward(p, spec, w.shared, beside, y, beside)
+    return _sum(w, act, routes.weights, routes.order, spec.chosen, beside, p.saved.get("mlp_branch"))
 
 
 def _activation(spec: Experts, gate_up: Tensor) -> Tensor:
@@ -275,8 +285,9 @@ def backward(
     gate_up = saved[up_name(spec)] if up_name(spec) in saved else _up(w, z, order, k)
     d_sum = _latent_out_backward(p, spec, w, g, routes, gate_up, dy)
     if w.post is not None:
-        total = _sum(w, _activation(spec, gate_up), routes.weights, order, k, None)
-        d_sum = branch_backward(spec.factor, p.layer.eps, dy, total, w.router, w.post, g.post, total)
+        total = saved.get("mlp_branch")
+        total = _total(p, spec, w, _activation(spec, gate_up), y, routes) if total is None else total
+        dy = d_sum = branch_backward(spec.factor, p.layer.eps, dy, total, w.router, w.post, g.post, total)
         del total
     d_act, d_down = _down_backward(w, order, k, d_sum)
     d_gate_up, act, d_weights = _activation_backward(spec, d_act, gate_up, routes._replace(order=order))

@@ -25,14 +25,11 @@ def matmuls(layer: Layer) -> dict[tuple[str, ...], tuple[int, tuple[int, ...]]]:
             found[names.mixed] = D, _mixed_features(mixer, len(names.mixed))
             found[(names.mixed_o,)] = mixer.value_width, (D,)
             continue
+        found[names.qkv] = D, (mixer.qkv_width,) if len(names.qkv) == 1 else mixer.parts
         if latent := mixer.latent:
-            found[names.qkv] = D, (latent.q_rank or mixer.q_width, latent.kv_rank + latent.rope)
             found[(names.kv_b,)] = latent.kv_rank, (mixer.heads * (latent.nope + latent.value),)
             if names.q_b:
                 found[(names.q_b,)] = latent.q_rank, (mixer.q_width,)
-        else:
-            heads = mixer.q_width * (1 + mixer.gate), mixer.kv_width, mixer.kv_width
-            found[names.qkv] = D, (mixer.qkv_width,) if len(names.qkv) == 1 else heads[: len(names.qkv)]
         found[(names.o,)] = mixer.out_width, (D,)
     up, down = layer.mlp_names.up, (layer.mlp_names.down,)
     for mlp in layer.mlps:
@@ -94,7 +91,7 @@ def _attention(layer: Layer, own: Attention) -> list[Group]:
         if names.q_b:
             groups += [_matrix(layer, names.q_b), _vector(f"{names.q_norm}.weight", own.latent.q_rank)]
         groups += [_matrix(layer, names.kv_b), _vector(f"{names.k_norm}.weight", own.latent.kv_rank)]
-    if own.norm:
+    if own.norm in ("head", "width"):
         widths = (own.q_width, own.kv_width) if own.norm == "width" else (own.dim, own.dim)
         groups += [_vector(f"{n}.weight", d) for n, d in zip((names.q_norm, names.k_norm), widths, strict=True)]
     if names.sinks:
@@ -143,7 +140,7 @@ def _mlp(layer: Layer, own: Mlp) -> list[Group]:
 def _experts(layer: Layer, own: Experts) -> list[Group]:
     names, D = layer.mlp_names, layer.width
     groups: list[Group] = [
-        *norms(layer, names.post_experts),
+        *norms(layer, names.post_experts if len(layer.mlps) > 1 else names.post),
         [(f"{names.experts}.{GATE_UP}", (own.count, *expert_shape(layer, GATE_UP)))],
         [(f"{names.experts}.{DOWN}", (own.count, *expert_shape(layer, DOWN)))],
         [(f"{names.router}.weight", (own.count, D))],

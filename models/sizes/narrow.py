@@ -80,8 +80,10 @@ def slices(cfg: ModelConfig, u: int) -> tuple[range, ...]:
 
 
 def may_be_sliced(cfg: ModelConfig) -> bool:
-    """Whether experts can come in slices: all of them are frozen, and blocks can be divided into sub-layers."""
-    if cfg.experts is None or cfg.whole:
+    """Whether experts can come in slices: all of them are frozen, without a norm behind their sum, and blocks can be
+    divided into sub-layers.
+    """
+    if cfg.experts is None or cfg.whole or any(own.experts and own.mlp_names.post for own in cfg.layers):
         return False
     cut = replace(cfg, halves=True)
     fed = (u for u in range(1, cut.n_units - 1) if unit(cut, u).what == "mlp" and unit(cut, u).experts)

@@ -49,6 +49,7 @@ MAKERS = {
     "Upstage": "solar_open",
     "rednote": "dots1",
     "Baidu": "ernie4_5 ernie4_5_moe",
+    "Arcee": "afmoe",
     "JetBrains": "mellum",
     "Google": "gemma gemma2 gemma3_text gemma4_text vaultgemma",
     "Microsoft": "phi3",

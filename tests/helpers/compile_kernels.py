@@ -292,7 +292,8 @@ def scan_call(K, H, D, E, delta, dtype=BF16):
     scan.scan_bwd(o, q, k, v, g, g, docs, delta, skip, q, k, v)
     o, z = (t.reshape(N, H, E) for t in (o, z)) if delta else (o.view(N, K, -1), z.unflatten(1, (K, -1)))
     gated_norm_call(*o.shape[1:], not delta, not delta, dtype)
-    gate.gate_bwd(gate.gate_fwd(o, z, "silu"), o, z, z, "silu")
+    for own, act in ((z, "silu"), (z[..., :1], "softplus")):
+        gate.gate_bwd(gate.gate_fwd(o, own, act), o, own, own, act)
 
 
 def packed_calls():

@@ -127,6 +127,7 @@ TYPES = ["sliding_attention", "full_attention", "sliding_attention"]
 PAIR = dict(sliding_window=5, layer_types=TYPES[:2])  # of two layers
 CORRECTED = MIXTURE | dict(head_dim=12, n_routed_experts=6, n_shared_experts=1, routed_scaling_factor=1.7)
 ROPES = dict(full_attention=YARN, sliding_attention=dict(rope_type="default", rope_theta=100.0))
+AFMOE = MIXTURE | dict(num_hidden_layers=4, head_dim=12, sliding_window=5, num_shared_experts=1, route_scale=1.7)
 # name -> (model_type, keys of its config)
 CASES = {
     "gpt2": ("gpt2", GPT2),
@@ -256,6 +257,10 @@ CASES = {
     "dots1": ("dots1", CORRECTED | PAIR | dict(first_k_dense_replace=1)),
     "dots1 window above, biases": ("dots1", CORRECTED | dict(
         sliding_window=5, max_window_layers=1, attention_bias=True, norm_topk_prob=False, num_key_value_heads=None)),
+    "afmoe": ("afmoe", AFMOE),
+    "afmoe tied, scaled, without dense layers": ("afmoe", AFMOE | dict(
+        num_dense_layers=0, mup_enabled=True, tie_word_embeddings=True, num_shared_experts=2, sliding_window=4,
+        layer_types=["full_attention", *TYPES])),
     "minimax m2": ("minimax_m2", MIXTURE | dict(num_local_experts=6, intermediate_size=24, head_dim=12, rotary_dim=6)),
     "minimax m2 tied, whole heads": ("minimax_m2", MIXTURE | dict(
         num_local_experts=4, intermediate_size=24, tie_word_embeddings=True)),

@@ -243,17 +243,18 @@ def test_sinks(device, dtype, N, H, d):
 @pytest.mark.grid
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", ["sigmoid", "silu"])
-def test_gate(name, device, dtype):
-    """Each head's gate lies behind its query."""
+@pytest.mark.parametrize("each", [40, 1])
+@pytest.mark.parametrize("name", ["sigmoid", "silu", "softplus"])
+def test_gate(name, each, device, dtype):
+    """Gates of features lie behind queries; those of heads somewhere."""
     torch.manual_seed(0)
     N, H, d = 9, 3, 40
     x, dy = (randn(N, H, d, device=device, dtype=dtype) for _ in range(2))
-    gates, d_gates = (randn(N, H, 2 * d, device=device, dtype=dtype) for _ in range(2))
+    gates, d_gates = (randn(N, H, d + each, device=device, dtype=dtype) for _ in range(2))
     before, dgate = d_gates[..., :d].clone(), d_gates[..., d:]
     z, dz, leaf = gates[..., d:].double(), dgate.double(), x.double().requires_grad_()
     z.requires_grad_()
-    y = leaf * (torch.sigmoid(z) if name == "sigmoid" else torch.nn.functional.silu(z))
+    y = leaf * (torch.sigmoid(z) if name == "sigmoid" else getattr(torch.nn.functional, name)(z))
     y.backward(dy.double())
     check(gate.gate_fwd(x, gates[..., d:], name), y.detach(), ONE_ROUNDING[dtype])
     check(gate.gate_bwd(dy, x, gates[..., d:], dgate, name), leaf.grad, ONE_ROUNDING[dtype])

@@ -44,6 +44,7 @@ def units_of(tiny, asked=None):
         "mistral window",
         "gpt oss",
         "flint",
+        "afmoe",
         "qwen2 window above",
         "qwen3",
         "granite",

@@ -64,7 +64,7 @@ def gemma4(width, ffn, layers, heads, kv_heads, kv_heads_of_all, **more):
 COUNTS = dict(
     solar_open="n_routed_experts", dots1="n_routed_experts", minimax_m2="num_local_experts", exaone_moe="num_experts",
     hy_v3="num_experts", mellum="num_experts", qwen3_vl_moe_text="num_experts", glm4v_moe_text="n_routed_experts",
-    ernie4_5_moe="moe_num_experts", granitemoe="num_local_experts", hunyuan_v1_moe="num_experts",
+    ernie4_5_moe="moe_num_experts", afmoe="num_experts", granitemoe="num_local_experts", hunyuan_v1_moe="num_experts",
 )  # fmt: skip
 TOP = dict(num_experts_per_tok=8)
 TOWER = dict(depth=1, hidden_size=16, intermediate_size=24, num_heads=2, patch_size=4, image_size=16)
@@ -140,6 +140,10 @@ RELEASED = {  # name -> ((config.json, layers), parameters as the name or the ca
     "Hy3": (mixture("hy_v3", 120832, 4096, 13312, 80, 64, 8, 1536, 192, head_dim=128, rope_theta=11158840.0,
                     first_k_dense_replace=1, num_shared_experts=1, router_scaling_factor=2.826,
                     num_nextn_predict_layers=1), 295.0),
+    "Trinity Mini 26B-A3B": (mixture(
+        "afmoe", 200192, 2048, 6144, 31, 32, 4, 1024, 128, head_dim=128, num_dense_layers=1, num_shared_experts=1,
+        route_scale=2.826, route_norm=True, score_func="sigmoid", mup_enabled=True, sliding_window=2048,
+        global_attn_every_n_layers=4, n_group=1, topk_group=1, rope_theta=10000), 26.1),  # one more layer is dense
     "Mellum 2 12B": (mixture("mellum", 98304, 2304, 7168, 28, 32, 4, 896, 64, head_dim=128,
                              layer_types=["full_attention", "sliding_attention"], sliding_window=1024), 12.15),
     "ERNIE 4.5 0.3B": (sizes("ernie4_5", 103424, 1024, 3072, 18, 16, 2, head_dim=128, use_bias=False,
