@@ -31,7 +31,7 @@ from trireme.engine.data.forms import Chat
 from trireme.engine.layers import head_losses
 from trireme.engine.run import screen
 from trireme.engine.run.after.opened import computing, open_finished, rows_of
-from trireme.engine.run.after.sample import AT_ONCE, Speaker, beside
+from trireme.engine.run.after.sample import AT_ONCE, Speaker
 from trireme.engine.run.after.sampling import Sampling, picked
 from trireme.engine.run.evaluate import Evaluator
 from trireme.engine.run.options import Sample
@@ -120,7 +120,7 @@ class Streamed(TemplateLM):
         most = [int(o.get("max_gen_toks", o.get("max_new_tokens", 256))) for _, o in asked]
         prompts = [self.tok_encode(text)[-max(1, self.longest - n) :] for (text, _), n in zip(asked, most, strict=True)]
         longest, texts = max(map(len, prompts)), list[str]()
-        with computing(self.f, self.o, 1, longest, beside(self.f, self.o, len(prompts), longest, max(most))) as e:
+        with computing(self.f, self.o, 1, longest, min(AT_ONCE, len(prompts)), max(most)) as e:
             for a in range(0, len(prompts), AT_ONCE):
                 some = slice(a, a + AT_ONCE)
                 texts += self._texts(e, prompts[some], most[some], [o for _, o in asked[some]])
@@ -147,7 +147,7 @@ class Streamed(TemplateLM):
                     tokens[i] = self.eot_token_id
             return tokens
 
-        new = Speaker(e, self.codec, sampling, max(most)).continued(prompts, most, pick)
+        new = Speaker(e, self.codec, sampling, self.o).continued(prompts, most, pick)
         ended = [self.tokens.decode(tokens[: len(ids)]) for tokens, ids in zip(made, new, strict=True)]
         return [_until(text, stop) for text, stop in zip(ended, stops, strict=True)]
 

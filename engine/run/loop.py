@@ -71,10 +71,10 @@ def run(options: Options) -> int:
             return 0
         from trireme.engine.run.after import demo  # late: most runs need none of it
 
-        with demo.prepared(options) as made:
-            train(made)
-            if not options.dry_run:
-                demo.say_after(made)
+        made = demo.prepared(options)
+        train(made)
+        if not options.dry_run:
+            demo.say_after(made)
     except Interrupted:
         return 130
     return 0

@@ -19,7 +19,6 @@ __all__ = [
     "finetune",
     "plan",
     "sample",
-    "score",
 ]
 
 if TYPE_CHECKING:
@@ -35,7 +34,6 @@ if TYPE_CHECKING:
         finetune,
         plan,
         sample,
-        score,
     )
 else:
 

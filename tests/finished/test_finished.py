@@ -141,7 +141,7 @@ def test_log_probabilities_are_those_of_transformers(scored):
 
 @pytest.mark.full
 def test_scores_are_continued_and_never_mixed(scored, tmp_path):
-    """Parts that are there stay; others' and damaged ones are refused."""
+    """Parts that are there stay, damaged ones are made again, and others' are refused."""
     _, folder, again = scored
     (part,) = (folder / "000").iterdir()
     before, scores = part.read_bytes(), load_file(part)
@@ -150,10 +150,11 @@ def test_scores_are_continued_and_never_mixed(scored, tmp_path):
     assert part.stat().st_mtime_ns == stamp
     part.unlink()
     again()
-    assert all(np.array_equal(values, scores[name]) for name, values in load_file(part).items())
-    part.write_bytes(before[:-1] + bytes([before[-1] ^ 1]))
-    assert "damaged" in again(2)[1]
-    part.write_bytes(before)
+    for damaged in (before[:-1] + bytes([before[-1] ^ 1]), before[:100], b""):
+        part.write_bytes(damaged)
+        again()
+        assert all(np.array_equal(values, scores[name]) for name, values in load_file(part).items())
+    assert "Name another --out" in again(2, "--seq-len", "32")[1]
     assert "Name another folder" in again(2, "--top-k", "4")[1]
 
 
@@ -173,7 +174,7 @@ REFUSED = {  # case -> (words, what the line names); FULL, CLASSES, ADAPTER: fol
     "no prompt": (["sample", "FULL"], "--prompt TEXT"),
     "two kinds of prompts": (["sample", "FULL", "--prompt", "x", "--chat"], "--chat"),
     "chat without a template": (["sample", "FULL", "--chat"], "--chat-template plain"),
-    "a system message without one": (["sample", "FULL", "--prompt", "x", "--system", "y"], "--system"),
+    "a system message without one": (["sample", "FULL", "--prompt", "x", "--system", "y"], "--chat-template plain"),
     "sampling that is greedy": (["sample", "FULL", "--prompt", "x", "--top-p", "0.5"], "--temperature"),
     "no folder of scores": (["score", "FULL", "--data", "x.txt"], "--out DIR"),
     "no adapter": (["merge", "FULL", "--out", "y"], "adapter_config.json"),

@@ -105,9 +105,8 @@ def test_a_value_of_generation_config_that_cannot_be_meant(here, said):
 PROMPTS = {
     "no rows": ("\n\n", "p.jsonl"),
     "no JSON": ("{\n", "p.jsonl line 1"),
-    "another key": ('{"text": "x"}\n', "'text'"),
-    "both keys": ('{"prompt": "x", "messages": [{"role": "user", "content": "y"}]}\n', "'prompt'"),
-    "no role": ('{"messages": [{"content": "y"}]}\n', "p.jsonl line 1"),
+    "another key": ('{"text": "x"}\n', "p.jsonl prompt 1"),
+    "no role": ('{"messages": [{"content": "y"}]}\n', "p.jsonl prompt 1"),
 }
 
 
@@ -180,7 +179,7 @@ def test_python_has_the_options_of_the_command_line(finished, tmp_path, monkeypa
     )
     assert run.folder == Path("runs/checkpoint")
     assert [step for step, _ in run.losses] == [record["step"] for record in heard] == [1, 2]
-    assert len(repr(run).splitlines()) == 5
+    assert str(run.folder) in repr(run)
     assert run.sample("the cat", max_new_tokens=3) == trireme.sample(run.folder, "the cat", max_new_tokens=3)
     plan = trireme.plan(shape="llama-3.2-1b", assume="gpu=rtx4090,ram=64GiB", lora=8)
     assert len(repr(plan).splitlines()) == 5

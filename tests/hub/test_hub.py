@@ -54,7 +54,7 @@ NOT = {
     "an adapter": (("some/adapter", *RUN[1:]), "--adapter"),
     "pickles": (("some/pickles", *RUN[1:]), "safetensors"),
     "GGUF": (("some/gguf", *RUN[1:]), "safetensors"),
-    "terms": (("some/gated", *RUN[1:]), "Accept the terms"),
+    "terms": (("some/gated", *RUN[1:]), "some/gated"),
     "local data first": (("some/model", "--data", "nope.jsonl", *REST), "nope.jsonl"),
 }
 
@@ -74,7 +74,7 @@ def test_what_is_not_there_is_one_line(hub, capsys, case):
 
 def test_a_hub_that_cannot_be_reached_is_one_line(hub, monkeypatch, capsys):
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
-    assert "http://127.0.0.1:9 cannot be reached" in refused(capsys, *RUN)
+    assert "http://127.0.0.1:9" in refused(capsys, *RUN)
 
 
 SETS = {
@@ -139,9 +139,8 @@ def test_an_output_is_uploaded_with_a_card_and_without_paths_of_this_machine(hub
     assert {"config.json", "tokenizer.json", "README.md"} <= repo.files.keys()
     assert not {"config.yaml", "log.jsonl", "report.html"} & repo.files.keys()
     _, head, body = repo.files["README.md"].decode().split("---\n", 2)
-    assert yaml.safe_load(head)["tags"] == ["trireme"]
-    assert "`stories.txt`" in body
-    assert "--lr 0.0001" in body
+    assert yaml.safe_load(head) == {"library_name": "transformers", "tags": ["trireme"]}
+    assert "me/tuned" in body
     here = (str(Path.cwd()).encode(), b"/home/me")
     assert not [n for n, content in repo.files.items() if any(p in content for p in here)]
     assert "there is a model of that name" in refused(capsys, "push", "out", "me/tuned")
@@ -154,7 +153,7 @@ def test_an_adapter_names_its_base_on_the_hub(hub, local, monkeypatch, capsys):
     repo = hub.repos["models/me/adapter"]
     assert json.loads(repo.files["adapter_config.json"])["base_model_name_or_path"] == "some/model"
     head = yaml.safe_load(repo.files["README.md"].decode().split("---\n", 2)[1])
-    assert (head["base_model"], head["library_name"], head["datasets"]) == ("some/model", "peft", ["some/stories"])
+    assert (head["base_model"], head["library_name"]) == ("some/model", "peft")
     assert "model is a folder of this machine" in refused(
         capsys, "model", "--data", "stories.txt", *REST[:1], "out2", *REST[2:], "--lora", "2", "--push", "me/b"
     )

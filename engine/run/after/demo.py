@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import json
-import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+import re
 from dataclasses import replace
 from pathlib import Path
+from tempfile import mkdtemp
 from typing import Any
 
 import numpy as np
 from safetensors.numpy import save_file
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
 from trireme.engine.run import screen
 from trireme.engine.run.options import Options
 from trireme.models.config import read_config
 from trireme.models.sizes.shapes import stored_tensors
-from trireme.storage.temporary import Temporary
 from trireme.storage.untrusted import quoted
 
 STORIES = """\
@@ -43,23 +41,15 @@ MODEL = {
 }  # fmt: skip
 
 
-@contextmanager
-def prepared(o: Options) -> Iterator[Options]:
-    """Gives `o` with a checkpoint and the stories in a temporary folder, which stays if a run is in it."""
-    temporary = Temporary("trireme-demo-")
-    folder = temporary.path
-    try:
-        (folder / "stories.txt").write_text(STORIES.replace("\n", "\n<|endoftext|>\n") + "\n", encoding="utf-8")
-        words = make_checkpoint(folder / "checkpoint", o.seed)
-        screen.say(f"demo     a LLaMA with random weights, a tokenizer of {words} words and eight stories, in {folder}")
-        lesson = {name: value for name, value in LESSON.items() if name not in o.chosen}
-        model, data, out = str(folder / "checkpoint"), (str(folder / "stories.txt"),), o.out or str(folder / "out")
-        yield replace(o, demo=False, model=model, data=data, out=out, no_pack=True, **lesson)
-    finally:
-        if (folder / "out/config.yaml").exists() or o.out:
-            temporary.keep()
-        else:
-            shutil.rmtree(folder, ignore_errors=True)
+def prepared(o: Options) -> Options:
+    """`o` with a checkpoint and the stories in a new folder of the system's temporary one."""
+    folder = Path(mkdtemp(prefix="trireme-demo-"))
+    model, data = folder / "checkpoint", folder / "stories.txt"
+    data.write_text(STORIES.replace("\n", "\n<|endoftext|>\n") + "\n", encoding="utf-8")
+    words = make_checkpoint(model, o.seed)
+    screen.say(f"demo     a LLaMA with random weights, a tokenizer of {words} words and eight stories, in {folder}")
+    lesson = {name: value for name, value in LESSON.items() if name not in o.chosen}
+    return replace(o, demo=False, model=str(model), data=(str(data),), no_pack=True, **lesson)
 
 
 def say_after(o: Options) -> None:
@@ -77,17 +67,17 @@ def say_after(o: Options) -> None:
 def make_checkpoint(folder: Path, seed: int) -> int:
     """A random LLaMA and a tokenizer of the stories' words; returns the number of words."""
     folder.mkdir()
-    tokenizer = Tokenizer(models.WordLevel(unk_token="<unk>"))
+    words = {word: i for i, word in enumerate(dict.fromkeys([*SPECIAL.values(), *re.findall(PIECES, STORIES)]))}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(PIECES), "isolated")
     tokenizer.decoder = decoders.Fuse()
-    trainer = trainers.WordLevelTrainer(special_tokens=[*SPECIAL.values(), "\n"], show_progress=False)
-    tokenizer.train_from_iterator(STORIES.splitlines(), trainer)
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL.values()])
     tokenizer.save(str(folder / "tokenizer.json"))
-    words, of_words = tokenizer.get_vocab_size(), {"tokenizer_class": "PreTrainedTokenizerFast", **SPECIAL}
-    (folder / "config.json").write_text(json.dumps(MODEL | {"vocab_size": words}), encoding="utf-8")
-    (folder / "tokenizer_config.json").write_text(json.dumps(of_words), encoding="utf-8")
+    config = {"tokenizer_class": "PreTrainedTokenizerFast", **SPECIAL}
+    (folder / "config.json").write_text(json.dumps(MODEL | {"vocab_size": len(words)}), encoding="utf-8")
+    (folder / "tokenizer_config.json").write_text(json.dumps(config), encoding="utf-8")
     random, weights = np.random.default_rng(seed), dict[str, np.ndarray]()
     for name, shape in stored_tensors(read_config(folder)).items():
         weights[name] = (random.normal(0, 0.02, shape) if len(shape) > 1 else np.ones(shape)).astype(np.float32)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    return words
+    return len(words)

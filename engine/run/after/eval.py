@@ -6,7 +6,6 @@ import math
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import NamedTuple
 
 import numpy as np
 
@@ -19,40 +18,38 @@ from trireme.models.config import InputError
 from trireme.models.losses.preferences import Preference
 
 
-class Result(NamedTuple):
-    """The result on a file."""
-
-    name: str
-    loss: float
-    figures: dict[str, float]  # perplexity, accuracy, margin and the like
-    labels: int  # trained tokens, documents or pairs
-
-
 def run(o: Eval) -> int:
     """The command. Results go to standard output, all other lines to standard error."""
     with screen.to(sys.stderr):
         results = list(losses(o))
-    for result in results:
-        figures = "  ".join(f"{name.removeprefix('rewards/')} {value:.4g}" for name, value in result.figures.items())
-        screen.say(f"eval     {result.name}: loss {result.loss:.4f}  {figures}")
+    for name, result in zip(o.data, results, strict=True):
+        others = (
+            f"{key.removeprefix('rewards/')} {value:.4g}"
+            for key, value in result.items()
+            if key not in ("loss", "labels")
+        )
+        screen.say(f"eval     {name}: loss {result['loss']:.4f}  {'  '.join(others)}")
     return 0
 
 
-def losses(o: Eval) -> Iterator[Result]:
-    """The result on each file. Raises InputError, CheckpointError, DoesNotFit, StoreError."""
+def losses(o: Eval) -> Iterator[dict[str, float]]:
+    """Figures of each file: `loss`, perplexity, accuracy, margins and the like, and `labels`, the number of trained
+    tokens, documents or pairs. Raises InputError, CheckpointError, DoesNotFit, StoreError.
+    """
     if not o.data:
         raise InputError("no data is named. Add --data FILE.")
     f = open_finished(o.folder, o.model)
     o = with_defaults(f, o)
-    if "method" not in o.chosen and not f.cfg.scores and f.run.method in ("reward", "classify"):
-        o = replace(o, method="sft")
     check_method(o)
-    if preference_of(o) and o.method != "reward":
+    preference = preference_of(o)
+    if preference and o.method != "reward":
         f.refuse_scores(f"leave --method {o.method} out")
-    preference = Preference("reward") if f.kind == "rewards" else preference_of(o)
+    kind = "" if preference is None else KINDS.get(o.method, "pairs")
+    if f.cfg.scores:
+        preference, kind = (Preference("reward"), "rewards") if f.cfg.scores == 1 else (preference, "classes")
     if o.reference and not (preference and preference.compares):
         raise InputError("--reference is for --method dpo, ipo and kto. Leave it out.")
-    codec, kind = f.codec(o), f.kind or ("" if preference is None else KINDS.get(o.method, "pairs"))
+    codec = f.codec(o)
     data = [read_rows(f, o, codec, name, kind) for name in o.data]
     seq_len = data[0].options.room
     rows = rows_of(o, seq_len)
@@ -62,11 +59,11 @@ def losses(o: Eval) -> Iterator[Result]:
         with computing(before, o, rows, seq_len) as e:
             data = [replace(d, reference=e.logps([d], np.zeros(0), lambda _: None, lambda: False)) for d in data]
     with computing(f, o, rows, seq_len) as e:
-        for name, rows_read in zip(o.data, data, strict=True):
-            loss, figures = e.loss(rows_read, preference)
+        for read in data:
+            loss, figures = e.loss(read, preference)
             perplexity = {} if preference or f.cfg.scores else {"perplexity": math.exp(min(loss, 50.0))}
-            labels = len(rows_read.pieces) // 2 if preference else sum(map(len, rows_read.labels()))
-            yield Result(name, loss, perplexity | figures, labels)
+            labels = len(read.pieces) // 2 if preference else sum(map(len, read.labels()))
+            yield {"loss": loss, **perplexity, **figures, "labels": labels}
 
 
 def _reference(f: Finished, o: Eval, data: list[Dataset]) -> Finished:
@@ -76,6 +73,6 @@ def _reference(f: Finished, o: Eval, data: list[Dataset]) -> Finished:
         raise InputError(f"--method {o.method} compares with the model before training. Name it: --reference DIR.")
     before = open_finished(name)
     before.refuse_scores("it is no --reference of preferences")
-    for rows_read in data:
-        rows_read.check_model(before.cfg.vocab, before.cfg.max_positions, f"--reference {name}")
+    for read in data:
+        read.check_model(before.cfg.vocab, before.cfg.max_positions, f"--reference {name}")
     return before

@@ -49,11 +49,6 @@ class Name:
     def kind(self) -> str:
         return "model" if self.file is None else "dataset"
 
-    @property
-    def folder(self) -> Path:
-        """The folder of a commit in the cache."""
-        return cache() / f"{self.kind}s--{self.repo.replace('/', '--')}" / "snapshots" / self.revision
-
 
 def cache() -> Path:
     """Where the client stores downloads, by its own environment variables."""
@@ -123,13 +118,11 @@ def base_of(model: str) -> tuple[str, str]:
 
 def fetched(options: Options) -> Options:
     """The options with paths in place of names on the hub. Raises InputError, OSError."""
-    data, val = [path for text in options.data for path in _data(text)], options.val
-    if val and data_name(val):
-        val, *others = _data(val)
-        if others:
-            raise InputError(f"--val {options.val}: several files. Name one: --val {written(val)}.")
+    data, val = [path for text in options.data for path in _data(text)], _data(options.val) if options.val else [None]
+    if len(val) > 1:
+        raise InputError(f"--val {options.val}: several files. Name one: --val {written(str(val[0]))}.")
     folder = lambda name: name and folder_of(name, options.dry_run)  # the largest last
-    return replace(options, data=tuple(data), val=val, model=folder(options.model), teacher=folder(options.teacher))
+    return replace(options, data=tuple(data), val=val[0], model=folder(options.model), teacher=folder(options.teacher))
 
 
 def folder_of(model: str, outline: bool = False) -> str:
@@ -166,8 +159,9 @@ def _data(text: str) -> list[str]:
     name, weight = data_name(text), text[len(weighed(text)[0]) :]
     if name is None:
         return [text]
-    if _COMMIT.fullmatch(name.revision) and name.file and (name.folder / name.file).is_file():
-        return [f"{name.folder / name.file}{weight}"]
+    stored = cache() / f"datasets--{name.repo.replace('/', '--')}/snapshots" / name.revision / (name.file or "")
+    if _COMMIT.fullmatch(name.revision) and stored.is_file():
+        return [f"{stored}{weight}"]
     from huggingface_hub import HfApi  # late: most runs need none of it
 
     with asking(name):
@@ -207,21 +201,15 @@ def _download(name: Name, patterns: list[str], without: list[str] | None = None)
 
 @contextmanager
 def asking(name: Name) -> Iterator[None]:
-    """A context in which the client's failures become InputErrors; failures of this machine's drives stay."""
+    """A context in which the client's failures become InputErrors in its words; those of this machine's drives stay."""
     from huggingface_hub import errors
 
-    page = f"{endpoint()}/{'datasets/' * (name.kind == 'dataset')}{name.repo}"
     try:
         yield
     except Exception as error:  # of its transport, another package in each version
         if isinstance(error, OSError) and error.errno in _DRIVES:
             raise
         cause = error.__cause__ if isinstance(error, errors.LocalEntryNotFoundError) and error.__cause__ else error
-        reason = f"{endpoint()} cannot be reached, or refuses ({shown(' '.join(str(cause).split()), 200)})"
-        if isinstance(error, errors.GatedRepoError):
-            reason = f"access is restricted. Accept the terms at {page}"
-        elif isinstance(error, errors.RevisionNotFoundError):
-            reason = f"it has no revision {name.revision!r}. See {page}/commits"
-        elif isinstance(error, errors.RepositoryNotFoundError):
-            reason = f"not here, and there is no {page}. Correct the name"
-        raise InputError(f"{name}: {reason}. If it needs a token: hf auth login, or set HF_TOKEN.") from None
+        words = shown(" ".join(str(cause).split()), 400).rstrip(".")
+        page = f"{endpoint()}/{'datasets/' * (name.kind == 'dataset')}{name.repo}"
+        raise InputError(f"{name}: {words}. See {page}; it may need a token: hf auth login, or set HF_TOKEN.") from None

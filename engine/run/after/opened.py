@@ -25,6 +25,7 @@ from trireme.engine.data.prepare import DataOptions, Kind
 from trireme.engine.data.read import BadRow
 from trireme.engine.exchange import Exchange
 from trireme.engine.geometry import Geometry
+from trireme.engine.memory import DTYPE
 from trireme.engine.plan import Plan
 from trireme.engine.planner.forward_only import forward_plan
 from trireme.engine.planner.host import hold_to
@@ -44,6 +45,7 @@ from trireme.engine.tuning.peft import read_adapter, scored_by
 from trireme.engine.tuning.peft_config import CONFIG
 from trireme.models import hf
 from trireme.models.config import InputError, ModelConfig, read_config, read_raw
+from trireme.models.generate import needs
 from trireme.models.sizes import shapes
 from trireme.storage.auxiliary import TEMPLATE, TOKENIZER
 from trireme.storage.checkpoint import Source
@@ -68,22 +70,16 @@ class Finished:
     run: Options  # of the run that wrote it, else defaults
     labels: tuple[str, ...]  # names of a score head's
 
-    @property
-    def kind(self) -> Kind:
-        """The kind of data that it can be evaluated on."""
-        return ("rewards" if self.cfg.scores == 1 else "classes") if self.cfg.scores else ""
-
     def tokenizer(self, o: Reading | Sample) -> str:
         """The folder of the tokenizer: that of the options, of the model, of its run or of its base."""
-        here = (Path(self.name) / TOKENIZER).is_file()
-        return o.tokenizer or (self.name if here else self.run.tokenizer or str(self.base))
+        here = self.name if (Path(self.name) / TOKENIZER).is_file() else None
+        return o.tokenizer or here or self.run.tokenizer or str(self.base)
 
     def codec(self, o: Reading | Sample) -> Codec | None:
-        """Tokenizer and chat template, if there is a tokenizer: rows of `input_ids` need none."""
-        where = self.tokenizer(o)
+        """Tokenizer and chat template; None without a tokenizer, which rows of `input_ids` do not need."""
+        where, template = self.tokenizer(o), Path(self.name) / TEMPLATE
         trained = None if where == self.name else self.run.chat_template
-        if self.adapter and (Path(self.name) / TEMPLATE).is_file():
-            trained = str(Path(self.name) / TEMPLATE)
+        trained = str(template) if self.adapter and template.is_file() else trained
         return load_codec(where, o.chat_template or trained, date.today().isoformat())
 
     def writer(self, o: Reading | Sample) -> Codec:
@@ -108,9 +104,7 @@ def open_finished(name: str, model: str | None = None) -> Finished:
         raise InputError(f"{name or 'no model'}: no such folder. Name a checkpoint, an adapter, or a run's output.")
     is_adapter, run = bool(model) or (path / CONFIG).is_file(), config_file.of_run(path) or Options()
     if not is_adapter and (path / folder.RUN).is_dir() and not (path / "config.json").is_file():
-        parts = ", ".join(str(part) for part in (path / "best", *sorted(path.glob("step-*"))) if part.is_dir())
-        way = f"--resume {name} continues it{f'; or take {parts}' if parts else ''}"
-        raise InputError(f"{name}: that run is not finished. {way}.")
+        raise InputError(f"{name}: that run is not finished. --resume {name} continues it; best, step-N are models.")
     if is_adapter and run.base:
         screen.warn(f"the run quantized the checkpoint (--base {run.base}); here it is read as it is: numbers differ")
     base = Path(hub.base_for(path, model)) if is_adapter else path
@@ -119,9 +113,7 @@ def open_finished(name: str, model: str | None = None) -> Finished:
     source = open_checkpoint(base, cfg.packing, lambda _: None)
     check_packing(cfg, source, screen.warn)
     cfg = as_stored(cfg, source)
-    adapter, head = read_adapter(path, cfg) if is_adapter else None, f"{cfg.names.output}.weight"
-    if cfg.scores and head not in source.tensors and not (adapter and head in adapter.whole):
-        raise InputError(f"{name}: config.json calls for a score head, and no file has {head}. Download it again.")
+    adapter = read_adapter(path, cfg) if is_adapter else None
     cfg = replace(adapted(cfg, adapter.lora) if adapter else replace(cfg, frozen=("*",)), trains=False)
     labels = (run.labels if is_adapter else ()) or names_in(read_raw(base), cfg.scores)
     return Finished(str(path), base, cfg, source, adapter, run, tuple(labels))
@@ -132,19 +124,15 @@ def open_finished(name: str, model: str | None = None) -> Finished:
 
 def with_defaults(f: Finished, o: O) -> O:
     """The command's options; those of Reading that are not given are the run's, and a line says which."""
-    names = table(Reading).keys() - o.chosen - {"tokenizer", "chat_template"}  # which Finished.codec takes from the run
-    values = {name: getattr(f.run, name) for name in table(Reading) if name in names}
-    used = [f"{flag(name)} {value}" for name, value in values.items() if value not in (None, False, "")]
-    if used:
-        screen.say(f"as in the run: {', '.join(used)}")
+    others = o.chosen | {"tokenizer", "chat_template"}  # Finished.codec takes these from the run
+    values = {name: value for name in table(Reading) if name not in others and (value := getattr(f.run, name))}
+    if values:
+        screen.say(f"as in the run: {', '.join(f'{flag(name)} {value}' for name, value in values.items())}")
     return replace(o, **values)
 
 
-def read_rows(f: Finished, o: Eval, codec: Codec | None, name: str, kind: Kind, path: str = "") -> Dataset:
-    """A source of data, read as by the run that wrote the model. `path`: where its rows are, if not under its `name`.
-
-    Raises InputError.
-    """
+def read_rows(f: Finished, o: Eval, codec: Codec | None, name: str, kind: Kind) -> Dataset:
+    """A source of data, read as by the run that wrote the model. Raises InputError."""
     seq_len, began, scored = o.seq_len or min(2048, f.cfg.max_positions), time.monotonic(), dict[str, Any]()
     if seq_len > f.cfg.max_positions:
         raise InputError(f"--seq-len {seq_len}: the model has {f.cfg.max_positions} positions. Lower it.")
@@ -155,10 +143,10 @@ def read_rows(f: Finished, o: Eval, codec: Codec | None, name: str, kind: Kind, 
         kind=kind, system=o.system, variables=json.loads(o.chat_template_kwargs or "{}"), **scored,
     )  # fmt: skip
     far = lambda file, position, size: screen.far(f"reading {file}", position, size, began)
-    data = load_dataset([path or name], codec, options, far)
+    data = load_dataset([name], codec, options, far)
     screen.clear()
     for line in screen.labelled("data", data.report.lines()):
-        screen.say(line.replace(path, name) if path else line)
+        screen.say(line)
     return data
 
 
@@ -183,15 +171,18 @@ def rows_of(o: Machine, seq_len: int) -> int:
 
 
 @contextmanager
-def computing(f: Finished, o: Machine, rows: int, seq_len: int, other: int = 0) -> Iterator[Evaluator]:
-    """A context with an engine that computes micro-batches of `rows` sequences. `other`: bytes on the device that the
-    plan leaves free. Raises DoesNotFit, InputError, StoreError.
+def computing(f: Finished, o: Machine, rows: int, seq_len: int, texts: int = 0, new: int = 0) -> Iterator[Evaluator]:
+    """A context with an engine that computes micro-batches of `rows` sequences. `texts`: how many are continued
+    together, of up to `seq_len` tokens, by `new` ones: the plan leaves memory for them.
+
+    Raises DoesNotFit, InputError, StoreError.
     """
     device, limits, _ = computer(Options(**{name: getattr(o, name) for name in table(Machine)}), f.cfg)
     dtype = DTYPES.get("bf16" if o.dtype == "auto" and device.type == "cuda" else o.dtype.replace("auto", "fp32"))
     if dtype is None:
         raise InputError(f"--dtype {o.dtype} is for training. Give bf16 or fp32, or leave it out.")
-    limits = replace(limits, gpu=limits.gpu - other)
+    if texts:
+        limits = replace(limits, gpu=limits.gpu - needs(f.cfg, texts, seq_len, new, DTYPE[dtype].itemsize))
     plan = forward_plan(f.cfg, limits, [(rows * seq_len, n) for n in PASSES], dtype, limits.gpus)
     queues = RealQueues(device, gpus=plan.gpus)
     with ExitStack() as stack:
@@ -206,9 +197,8 @@ def computing(f: Finished, o: Machine, rows: int, seq_len: int, other: int = 0) 
         with screen.working("loading", e.placement.nbytes() + e.placement.frozen_bytes) as loaded:
             exchange.load(loaded)
         where = "CPU" if device.type == "cpu" else torch.cuda.get_device_name(device)
-        adapter = f" with its adapter of rank {f.cfg.lora.rank}" if f.cfg.lora else ""
-        size = f"{compact(shapes.parameters(f.cfg))} parameters in {dtype.lower()}"
-        screen.say(f"model    {f.base}{adapter}, {size} on the {where}")
+        what = f"{f.base}{f' with its adapter of rank {f.cfg.lora.rank}' if f.cfg.lora else ''}"
+        screen.say(f"model    {what}, {compact(shapes.parameters(f.cfg))} parameters in {dtype.lower()} on the {where}")
         if streamed := sum(unit.base == "ssd" for unit in plan.units):
             screen.say(f"speed    {count(streamed, 'layer')} of {f.cfg.n_layers} are read from the drive in each pass")
         yield Evaluator(e, rows, seq_len)

@@ -10,13 +10,13 @@ import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
-from trireme.engine.amounts import compact, duration, gb, gib
 from trireme.engine.run import cli, screen
-from trireme.engine.run.options import Base, Eval, Options, Sample, Score, table
+from trireme.engine.run.options import Base, Eval, Options, Sample, table
 
 Names = str | Path | Sequence[str | Path]
 Record = dict[str, Any]
@@ -44,6 +44,7 @@ class Interrupted(Error):
 
 
 KINDS = {2: InputError, 3: DoesNotFit, 130: Interrupted}
+SHORT = ("model ", "steps ", "disk ", "time ", "ready ")  # lines of a report that a plan shows
 
 
 @contextmanager
@@ -71,10 +72,6 @@ class Run:
     """A finished run."""
 
     folder: Path  # the checkpoint, or the adapter
-    steps: int
-    seconds: float  # of steps
-    tokens: int
-    trained_tokens: int
     losses: list[tuple[int, float]]  # (step, loss)
     evaluations: list[tuple[int, float]]  # (step, loss on --val); step 0: before training
 
@@ -92,39 +89,21 @@ class Run:
         return evaluate(self.folder, data, **options)
 
     def __repr__(self) -> str:
-        ends = lambda pairs: f"{pairs[0][1]:.4f} -> {pairs[-1][1]:.4f}" if pairs else "none"
-        return (
-            f"Run in {self.folder}\n  {self.steps:,} steps in {duration(self.seconds)}\n"
-            f"  {compact(self.tokens)} tokens, {compact(self.trained_tokens)} of them trained\n"
-            f"  loss, first and last step: {ends(self.losses)}\n  loss on val: {ends(self.evaluations)}"
-        )
+        change = lambda pairs: f"{pairs[0][1]:.4f} -> {pairs[-1][1]:.4f}" if pairs else "none"
+        shown = f"loss {change(self.losses)}, on val {change(self.evaluations)}"
+        return f"Run of {len(self.losses):,} steps in {self.folder}: {shown}"
 
 
-@dataclass(frozen=True)
-class Plan:
-    """What a run would do: bytes, seconds. On a CPU times are not estimated and are None."""
+class Plan(SimpleNamespace):
+    """What a run would do: `report`, the lines of --dry-run, and figures in bytes and seconds, which are None where
+    they are not estimated, as times on a CPU.
 
-    steps: int
-    tokens_per_step: int
-    step_s: float | None
-    tokens_per_second: float | None
-    run_s: float | None
-    limited_by: str | None  # the queue that a step waits for: compute, ssd, ...
-    gpu_bytes: int  # of the fullest GPU; 0 on a CPU
-    ram_bytes: int
-    ssd_bytes: int  # of training state
-    disk_bytes: int  # on the drives in all, at most
-    written_bytes: int | None  # to the drives in the whole run
-    report: list[str] = field(repr=False)  # the lines of --dry-run
+    steps, tokens_per_step, step_s, tokens_per_second, run_s, limited_by (the queue that a step waits for), gpu_bytes
+    (of the fullest GPU), ram_bytes, ssd_bytes (of training state), disk_bytes (at most), written_bytes (in the run)
+    """
 
     def __repr__(self) -> str:
-        step = "not estimated on a CPU" if self.step_s is None else f"{self.step_s:.3g} s, limited by {self.limited_by}"
-        whole = "" if self.run_s is None else f", {duration(self.run_s)} in all"
-        return (
-            f"Plan of {self.steps:,} steps of {compact(self.tokens_per_step)} tokens\n  step: {step}{whole}\n"
-            f"  GPU {gib(self.gpu_bytes)}, RAM {gib(self.ram_bytes)}, state on the SSD {gib(self.ssd_bytes)}\n"
-            f"  disk: at most {gb(self.disk_bytes)}\n  .report has the lines of a dry run"
-        )
+        return "\n".join(line for line in self.report if line.startswith(SHORT))
 
 
 # ---------------------------------------------------------------- calls
@@ -136,7 +115,7 @@ def finetune(*, on_step: Callable[[Record], object] | None = None, show: bool = 
 
     Raises InputError, DoesNotFit, DeviceError, Interrupted.
     """
-    from trireme.engine.run.log import read_log, totalled  # late: torch takes seconds
+    from trireme.engine.run.log import read_log  # late: torch takes seconds
     from trireme.engine.run.loop import Interrupted as Stopped
     from trireme.engine.run.loop import train
 
@@ -149,10 +128,8 @@ def finetune(*, on_step: Callable[[Record], object] | None = None, show: bool = 
         except Stopped:
             raise Interrupted("interrupted; finetune(resume=OUT) continues the run") from None
     records = list(read_log(out / "log.jsonl"))
-    steps = [record for record in records if "loss" in record]
-    seconds, tokens, trained = (totalled(steps, key) for key in ("step_time_s", "tokens", "trained_tokens"))
     pairs = lambda name: [(record["step"], record[name]) for record in records if name in record]
-    return Run(out, len(steps), seconds, round(tokens), round(trained), pairs("loss"), pairs("eval_loss"))
+    return Run(out, pairs("loss"), pairs("eval_loss"))
 
 
 def plan(**options: Any) -> Plan:
@@ -170,15 +147,12 @@ def sample(folder: str | Path, prompt: Prompt | Sequence[Prompt], **options: Any
     """The answer to a prompt, which is a text or a list of messages; of a list of prompts a list of answers, for which
     the model is loaded once. Raises InputError, DoesNotFit, DeviceError.
     """
-    from trireme.engine.run.after.sample import named, speaking  # late: torch takes seconds
+    from trireme.engine.run.after.sample import speaking  # late: torch takes seconds
 
-    is_text = isinstance(prompt, str) or not isinstance(prompt, Sequence)
-    is_one = is_text or all(isinstance(message, Mapping) for message in prompt)
-    rows = [{"prompt": p} if isinstance(p, str) else {"messages": p} for p in ([prompt] if is_one else prompt)]
-    with _calling():
-        o = Sample.of({**options, "folder": folder})
-        with speaking(o, named(rows), len(rows)) as (speaker, prompts):
-            answers = [answer.text for answer in speaker.answers(prompts)]
+    is_one = isinstance(prompt, str) or not isinstance(prompt, Sequence) or all(isinstance(p, Mapping) for p in prompt)
+    prompts = [prompt] if is_one else list(prompt)
+    with _calling(), speaking(Sample.of({**options, "folder": folder}), prompts, len(prompts)) as (speaker, tokens):
+        answers = [answer.text for answer in speaker.answers(tokens)]
     return answers[0] if is_one else answers
 
 
@@ -188,19 +162,8 @@ def evaluate(folder: str | Path, data: Names, **options: Any) -> Any:
 
     is_one = isinstance(data, (str, Path))
     with _calling():
-        o = Eval.of({**options, "folder": folder, "data": [data] if is_one else data})
-        results = [{"loss": result.loss, **result.figures, "labels": result.labels} for result in losses(o)]
+        results = list(losses(Eval.of({**options, "folder": folder, "data": [data] if is_one else data})))
     return results[0] if is_one else results
-
-
-def score(folder: str | Path, data: Names, out: str | Path, **options: Any) -> Path:
-    """Writes a model's log-probabilities, labels or rewards of each row into the folder `out`. Raises as `sample`."""
-    from trireme.engine.run.after import score as command  # late: torch takes seconds
-
-    files = [data] if isinstance(data, (str, Path)) else data
-    with _calling():
-        command.run(Score.of({**options, "folder": folder, "data": files, "out": out}))
-    return Path(out)
 
 
 def _document(call: Callable[..., Any], cls: type[Base]) -> None:
@@ -210,5 +173,5 @@ def _document(call: Callable[..., Any], cls: type[Base]) -> None:
     call.__doc__ = "\n".join((f"{call.__doc__}\n    Options, as on the command line:\n", *lines))
 
 
-for _call, _cls in ((finetune, Options), (plan, Options), (sample, Sample), (evaluate, Eval), (score, Score)):
+for _call, _cls in ((finetune, Options), (plan, Options), (sample, Sample), (evaluate, Eval)):
     _document(_call, _cls)

@@ -6,10 +6,9 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -18,24 +17,23 @@ import torch
 from trireme.engine.amounts import count
 from trireme.engine.data.codec import Codec
 from trireme.engine.data.find import DataFile
-from trireme.engine.data.forms import TALK, Chat, chat_of, with_system
+from trireme.engine.data.forms import Chat, chat_of, with_system
 from trireme.engine.data.read import KINDS, TEXTS, BadRow
 from trireme.engine.memory import DTYPE
 from trireme.engine.run import screen
-from trireme.engine.run.after.opened import Finished, computing, open_finished, rows_in
+from trireme.engine.run.after.opened import computing, open_finished, rows_in
 from trireme.engine.run.after.sampling import FILE, Sampling, picked, sampling_of
 from trireme.engine.run.evaluate import Evaluator, let_go
 from trireme.engine.run.options import Sample
 from trireme.engine.step import stream_layers
 from trireme.models.config import InputError
-from trireme.models.generate import Pick, generate, needs
-from trireme.storage.untrusted import read_text, shown, why
+from trireme.models.generate import Pick, generate
+from trireme.storage.untrusted import read_text, why
 
 AT_ONCE = 64  # prompts that share passes over the layers
 CONTEXT = 4096  # tokens of a conversation that memory is kept for
 HALF = "\ufffd"  # of a character
 HELP = "/new begins another conversation, /quit (or an empty line, Ctrl-D) ends it, Ctrl-C ends an answer"
-Prompt = str | Chat  # a text to continue, or messages to answer
 Hear = Callable[[str], object]  # hears of text as it comes
 
 
@@ -54,7 +52,7 @@ class Speaker:
     e: Evaluator
     codec: Codec
     sampling: Sampling
-    max_new: int
+    o: Sample
 
     @property
     def positions(self) -> int:
@@ -86,25 +84,25 @@ class Speaker:
         new, length = list[int](), 0
         dice = [torch.Generator().manual_seed(self.sampling.seed + first + i) for i in range(len(prompts))]
 
-        def tell(tokens: Sequence[int], last: bool = False) -> None:
-            nonlocal length
-            text = self.text(prompts[0], tokens)
-            if hear and (last or not text.endswith(HALF)):
-                hear(text[length:])
-                length = len(text)
-
         def pick(logits: torch.Tensor) -> list[int]:
+            nonlocal length
             tokens = picked(self.sampling, logits, dice)
             if hear:
                 new.append(tokens[0])
-                tell(new)
+                text = self.text(prompts[0], new)
+                if not text.endswith(HALF):
+                    hear(text[length:])
+                    length = len(text)
             return tokens
 
-        made = self.continued(prompts, [min(self.max_new, self.positions - len(prompt)) for prompt in prompts], pick)
+        room = [min(self.o.max_new_tokens, self.positions - len(prompt)) for prompt in prompts]
+        made = [
+            Answer(self.text(prompt, ids), len(ids), bool(ids) and ids[-1] in self.sampling.ends)
+            for prompt, ids in zip(prompts, self.continued(prompts, room, pick), strict=True)
+        ]
         if hear:
-            tell(made[0], last=True)
-        ended = [bool(ids) and ids[-1] in self.sampling.ends for ids in made]
-        return [Answer(self.text(*pair), len(pair[1]), end) for *pair, end in zip(prompts, made, ended, strict=True)]
+            hear(made[0].text[length:])
+        return made
 
 
 def run(o: Sample) -> int:
@@ -113,31 +111,26 @@ def run(o: Sample) -> int:
         raise InputError("one of --prompt TEXT, --prompts FILE and --chat is needed.")
     write = lambda text: (sys.stdout.write(text), sys.stdout.flush())
     with screen.to(sys.stderr):
-        rows = _rows(o.prompts) if o.prompts else named([{"prompt": text} for text in o.prompt])
-        with speaking(o, rows, together=len(rows) if o.prompts else 1) as (speaker, prompts):
+        prompts = _read(o.prompts) if o.prompts else list(o.prompt)
+        with speaking(o, prompts, together=len(prompts) if o.prompts else 1) as (speaker, tokens):
             if o.chat:
-                converse(speaker, o, write)
+                _converse(speaker, write)
             elif o.prompts:
-                for row, answer in zip(rows.values(), speaker.answers(prompts), strict=True):
-                    asked = {key: row[key] for key in ("prompt", "messages") if key in row}
+                for prompt, answer in zip(prompts, speaker.answers(tokens), strict=True):
+                    asked = {"prompt" if isinstance(prompt, str) else "messages": prompt}
                     write(json.dumps(asked | answer._asdict(), ensure_ascii=False) + "\n")
-            for i, ids in enumerate(prompts if o.prompt else ()):
-                if len(prompts) > 1:
+            for i, ids in enumerate(tokens if o.prompt else ()):
+                if len(tokens) > 1:
                     screen.say(f"prompt   {o.prompt[i]}")
                 speaker.answers([ids], i, write)
                 write("\n")
     return 0
 
 
-def named(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Rows by what a message calls them."""
-    return {f"prompt {i + 1}": row for i, row in enumerate(rows)}
-
-
 @contextmanager
-def speaking(o: Sample, rows: Mapping[str, dict[str, Any]], together: int) -> Iterator[tuple[Speaker, list[list[int]]]]:
-    """A context with the model, loaded to answer so many rows `together`, and the tokens of the rows.
-    Rows have `prompt` or `messages`; without rows it is for a conversation.
+def speaking(o: Sample, prompts: Sequence[Any], together: int) -> Iterator[tuple[Speaker, list[list[int]]]]:
+    """A context with the model, loaded to answer so many prompts `together`, and the tokens of prompts, which are texts
+    or lists of messages; without any it is for a conversation.
 
     Raises InputError, CheckpointError, DoesNotFit, StoreError.
     """
@@ -147,86 +140,74 @@ def speaking(o: Sample, rows: Mapping[str, dict[str, Any]], together: int) -> It
     sampling = sampling_of(o, f.base, codec.facts.eos)
     if o.chat and not codec.facts.template:
         raise InputError(f"{o.folder} has no chat template. Add --chat-template plain, or use --prompt TEXT.")
-    if (o.system or o.chat_template_kwargs) and (o.as_text or not codec.facts.template):
-        raise InputError("--system and --chat-template-kwargs are for a chat template. Leave them out.")
     if sampling.unused:
         screen.warn(f"{f.base / FILE}: not used: {', '.join(sampling.unused)}")
-    prompts = [_prompt(row, where, codec, o) for where, row in rows.items()]
-    tokens = [_tokens(codec, prompt, positions) for prompt in prompts]
-    if unread := dict.fromkeys(name for prompt in prompts if isinstance(prompt, Chat) for name in codec.unread(prompt)):
+    if unread := codec.unread(_as_chat(o, [])):
         screen.warn(f"the chat template does not read {', '.join(unread)}")
+    tokens = [
+        _tokens(codec, o, prompt, f"{o.prompts or ''} prompt {i + 1}".strip()) for i, prompt in enumerate(prompts)
+    ]
+    _check(tokens, positions)
     longest = max(map(len, tokens), default=min(CONTEXT, positions - 1))
-    other = beside(f, o, together, longest, min(o.max_new_tokens, positions - longest))
-    with computing(f, o, 1, longest, other) as e:
+    new = min(o.max_new_tokens, positions - longest)
+    with computing(f, o, 1, longest, min(AT_ONCE, together), new) as e:
         screen.say(f"sample   {sampling}")
-        yield Speaker(e, codec, sampling, o.max_new_tokens), tokens
-
-
-def beside(f: Finished, o: Sample, prompts: int, longest: int, new: int) -> int:
-    """Bytes on the device beside the plan's, where so many prompts of up to `longest` tokens get `new` ones."""
-    itemsize = 2 if o.dtype == "bf16" or (o.dtype == "auto" and torch.cuda.is_available() and o.device != "cpu") else 4
-    return needs(f.cfg, min(AT_ONCE, prompts), longest, new, itemsize)
+        yield Speaker(e, codec, sampling, o), tokens
 
 
 # ---------------------------------------------------------------- prompts
 
 
-def _rows(name: str) -> dict[str, dict[str, Any]]:
-    """The lines of a text as prompts, or the rows of another file. Raises InputError."""
-    rows = dict[str, dict[str, Any]]()
+def _read(name: str) -> list[Any]:
+    """The lines of a text as prompts, or `prompt` or `messages` of the rows of another file. Raises InputError."""
+    prompts = list[Any]()
     if (kind := DataFile(Path(name)).kind) in TEXTS or kind not in KINDS:
         try:
             lines = read_text(Path(name)).removeprefix("\ufeff").split("\n")
         except (OSError, UnicodeDecodeError) as error:
             raise InputError(f"--prompts {name}: {why(error)}. Name a file of prompts.") from None
-        rows = {f"{name} line {i}": {"prompt": line.rstrip("\r")} for i, line in enumerate(lines, 1) if line.strip()}
+        prompts = [line.rstrip("\r") for line in lines if line.strip()]
     else:
-        rows = dict(rows_in(name))
-    if not rows:
+        prompts = [row.get("prompt") or row.get("messages") for _, row in rows_in(name)]
+    if not prompts:
         raise InputError(f"--prompts {name} has no prompts.")
-    return rows
+    return prompts
 
 
-def _prompt(row: dict[str, Any], where: str, codec: Codec, o: Sample) -> Prompt:
-    """The text of `prompt`; with a template the messages of `prompt` or `messages`. Raises InputError."""
-    by_template = bool(codec.facts.template) and not o.as_text
-    (key, value), *others = [(key, row[key]) for key in ("prompt", "messages") if row.get(key)] or [("", None)]
-    if others or not isinstance(value, (str, list) if key == "prompt" else list):
-        keys = shown(", ".join(map(repr, row)), 200) or "none"
-        raise InputError(f"{where}: expected 'prompt', a text, or 'messages', not empty; its keys are {keys}.")
-    if isinstance(value, str) and not by_template:
-        return value
-    if not by_template:
-        raise InputError(f"{where}: messages need a chat template. Add --chat-template plain, or give a text.")
-    messages = [{"role": "user", "content": value}] if isinstance(value, str) else value
+def _tokens(codec: Codec, o: Sample, prompt: Any, where: str) -> list[int]:
+    """A text as it is, or messages in the format of the chat template, as tokens. Raises InputError."""
+    by_template = not o.as_text and (codec.facts.template or o.system or o.chat_template_kwargs)
+    if isinstance(prompt, str) and not by_template:
+        return codec.prompt(prompt, where)
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     try:
-        chat = chat_of({name: row[name] for name in TALK if name in row} | {"messages": messages}, answered=False)
+        return codec.prompt(_as_chat(o, messages), where)
     except BadRow as error:
         raise InputError(f"{where}: {error}.") from None
-    return _with_options(chat, o)
 
 
-def _with_options(chat: Chat, o: Sample) -> Chat:
+def _check(prompts: Sequence[Sequence[int]], positions: int) -> None:
+    """Raises InputError for a prompt that is empty, or leaves no position for an answer."""
+    if wrong := [len(ids) for ids in prompts if not 0 < len(ids) < positions]:
+        raise InputError(f"a prompt of {count(wrong[0], 'token')}: expected 1 to {positions - 1:,}, by the model.")
+
+
+def _as_chat(o: Sample, messages: Any) -> Chat:
+    """Messages with the system message and the variables of the options. Raises BadRow."""
+    chat = chat_of({"messages": messages}, answered=False) if messages != [] else Chat([])
     chat = with_system(chat, o.system) if o.system else chat
-    return chat._replace(variables=json.loads(o.chat_template_kwargs or "{}") | (chat.variables or {}) or None)
-
-
-def _tokens(codec: Codec, prompt: Prompt, positions: int) -> list[int]:
-    """A prompt as tokens. Raises InputError if it leaves no position for an answer."""
-    ids = codec.prompt(prompt)
-    if not 0 < len(ids) < positions:
-        raise InputError(f"a prompt of {count(len(ids), 'token')}: expected 1 to {positions - 1:,}, by the model.")
-    return ids
+    return chat._replace(variables=json.loads(o.chat_template_kwargs or "{}") or None)
 
 
 # ---------------------------------------------------------------- conversation
 
 
-def converse(speaker: Speaker, o: Sample, write: Hear) -> None:
+def _converse(speaker: Speaker, write: Hear) -> None:
     """A conversation until standard input ends. Ctrl-C ends an answer; the oldest turns are left out where it is too
-    long for the model.
+    long for the model, of whose positions a quarter at most stays for an answer.
     """
-    turns = list[dict[str, Any]]()
+    tokens = lambda turns: _tokens(speaker.codec, speaker.o, turns, "the conversation")
+    turns, room = list[dict[str, Any]](), min(speaker.o.max_new_tokens, speaker.positions // 4)
     screen.say(f"chat     {HELP}")
     while (line := _line()) and line not in ("/quit", "/exit"):
         if line == "/new":
@@ -234,35 +215,28 @@ def converse(speaker: Speaker, o: Sample, write: Hear) -> None:
         elif line.startswith("/") and " " not in line:
             screen.say(HELP)
         else:
+            turns, before = [*turns, {"role": "user", "content": line}], len(turns)
             try:
-                turns, ids = _fitting(speaker, o, [*turns, {"role": "user", "content": line}])
+                while len(ids := tokens(turns)) + room > speaker.positions and len(turns) > 2:
+                    turns = turns[2:]
+                if dropped := (before + 1 - len(turns)) // 2:
+                    why_dropped = f"to fit in {speaker.positions:,} tokens"
+                    screen.say(f"note: the oldest {count(dropped, 'turn')} left out, {why_dropped}")
+                _check([ids], speaker.positions)
             except InputError as error:
                 screen.warn(str(error))
+                turns.pop()
                 continue
             parts = list[str]()
+
+            def hear(text: str, parts: list[str] = parts) -> None:
+                parts.append(text)
+                write(text)
+
             with suppress(KeyboardInterrupt):
-                speaker.answers([ids], hear=partial(_hear, parts, write))
+                speaker.answers([ids], hear=hear)
             write("\n")
             turns.append({"role": "assistant", "content": "".join(parts).strip()})
-
-
-def _hear(parts_: list[str], write: Hear, text: str) -> None:
-    parts_.append(text)
-    write(text)
-
-
-def _fitting(speaker: Speaker, o: Sample, turns: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], list[int]]:
-    """The last turns that leave room for an answer, a quarter of the model's positions at most, and their tokens.
-
-    Raises InputError.
-    """
-    room, last = min(speaker.max_new, speaker.positions // 4), turns
-    tokens = lambda turns: speaker.codec.prompt(_with_options(Chat(turns), o))
-    while len(last) > 2 and len(tokens(last)) + room > speaker.positions:
-        last = last[2:]
-    if dropped := len(turns) - len(last):
-        screen.say(f"note: the oldest {count(dropped // 2, 'turn')} left out, to fit in {speaker.positions:,} tokens")
-    return last, _tokens(speaker.codec, _with_options(Chat(last), o), speaker.positions)
 
 
 def _line() -> str:

@@ -16,8 +16,8 @@ from trireme.storage.untrusted import parse_json, read_small, shown, why
 
 FILE = "generation_config.json"
 COLDEST = 1e-6  # a lower temperature would not be finite, and draws the likeliest token all the same
-DEFAULTS = {"temperature": 1.0, "top_k": 50, "top_p": 1.0}  # transformers', where it samples
-LARGEST = {"temperature": 100, "top_k": 1 << 31, "top_p": 1}
+GREEDY = {"temperature": 0.0, "top_k": 0, "top_p": 1.0}
+SAMPLED = {"temperature": 1.0, "top_k": 50, "top_p": 1.0}  # transformers' defaults
 # Keys that often have a value, choose tokens in another way and are not used; 0 and 1 have no effect.
 UNUSED = ("repetition_penalty", "no_repeat_ngram_size", "min_p", "typical_p", "num_beams", "suppress_tokens")
 
@@ -43,30 +43,26 @@ class Sampling:
 
 def sampling_of(o: Sample, base: Path, end: int | None) -> Sampling:
     """By the options, else the files of the model in `base`. `end`: the tokenizer's end token. Raises InputError."""
-    config, path = read_raw(base), base / FILE
+    path = base / FILE
     try:
         generation = parse_json(read_small(path, links=True), "file") if path.is_file() else {}
     except (OSError, ValueError) as error:
         raise InputError(f"{path}: {why(error)}.") from None
-    inner = config.get("text_config")
-    ends = [source.get("eos_token_id") for source in (generation, config, inner) if isinstance(source, dict)]
-    stops: Any = next((value for value in ends if value is not None), [])
+    config = read_raw(base)
+    values = [c.get("eos_token_id") for c in (generation, config, config.get("text_config")) if isinstance(c, dict)]
+    stops: Any = next((value for value in values if value is not None), [])
     stops = [*(stops if isinstance(stops, list) else [stops]), *([] if end is None else [end])]
     if not all(type(token) is int for token in stops):
         raise InputError(f"{base}: eos_token_id is {shown(repr(stops), 60)}, expected numbers.")
-    options = {"temperature": o.temperature, "top_k": o.top_k, "top_p": o.top_p}
-    chosen = {"temperature": 0.0, "top_k": 0, "top_p": 1.0}
+    chosen: dict[str, Any] = dict(GREEDY)
     if generation.get("do_sample"):
-        chosen = DEFAULTS | {key: generation[key] for key in DEFAULTS if generation.get(key) is not None}
-    for name, value in chosen.items():
-        if type(value) not in (int, float) or not 0 <= value <= LARGEST[name]:
-            number = f"expected 0 to {LARGEST[name]:g}"
-            raise InputError(f"{path}: {name} is {shown(repr(value), 60)}, {number}.")
-    chosen |= {name: value for name, value in options.items() if value is not None}
+        theirs = Sample.of({key: generation.get(key) for key in SAMPLED}, f"{path}: ")
+        chosen = SAMPLED | {key: getattr(theirs, key) for key in theirs.chosen}
+    chosen |= {key: value for key in GREEDY if (value := getattr(o, key)) is not None}
     if not chosen["temperature"] and (o.top_k, o.top_p) != (None, None):
         raise InputError("--top-k and --top-p are for sampling. Add --temperature 1, for instance.")
     unused = [f"{key} {shown(repr(v), 60)}" for key in UNUSED if (v := generation.get(key)) not in (None, 0, 1, [], {})]
-    return Sampling(chosen["temperature"], int(chosen["top_k"]), chosen["top_p"], o.seed, frozenset(stops), (*unused,))
+    return Sampling(**chosen, seed=o.seed, ends=frozenset(stops), unused=(*unused,))
 
 
 def picked(sampling: Sampling, logits: Tensor, dice: Sequence[torch.Generator]) -> list[int]:

@@ -27,9 +27,10 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -47,21 +48,21 @@ from trireme.engine.data.taught import FORMAT, NAMES, part_sum, places_of
 from trireme.engine.layers import head_losses
 from trireme.engine.run import screen
 from trireme.engine.run.after import opened
-from trireme.engine.run.after.opened import Finished, rows_of
+from trireme.engine.run.after.opened import Finished
 from trireme.engine.run.evaluate import Evaluator
 from trireme.engine.run.options import Options, Score
 from trireme.engine.step import forward
 from trireme.engine.tuning.base import stamps
 from trireme.models import head
-from trireme.models.config import InputError, ModelConfig
+from trireme.models.config import InputError
 from trireme.storage.files import replace_synced
 from trireme.storage.temporary import Temporary
-from trireme.storage.untrusted import parse_json, read_small, why
 
 PART = 1 << 26  # bytes of a part, at most about
 LONGEST = 256  # micro-batches of a part
 LEAST_F16 = np.finfo(np.float16).min
 Tables = dict[str, np.ndarray]  # as a part's
+Sources = Mapping[str, Dataset]  # by the names of their folders
 
 
 def run(o: Score) -> int:
@@ -77,14 +78,14 @@ def run(o: Score) -> int:
             lines = _write_answers(f, o, codec, folder)
         else:
             sources = {f"{i:03}": opened.read_rows(f, o, codec, name, "") for i, name in enumerate(o.data)}
-            lines = _write_scores(f, o, folder, sources, o.data, o.top_k, f.cfg.vocab)
+            lines = _write_scores(f, o, folder, sources, o.top_k, f.cfg.vocab, o.data)
     for line in lines:
         screen.say(f"score    {line}")
     screen.say(f"output   {folder}/: {', '.join(sorted(path.name for path in folder.iterdir()))}")
     return 0
 
 
-def write(folder: Path, teacher: Path, sources: Mapping[str, Dataset], k: int, below: int, options: Options) -> None:
+def write(folder: Path, teacher: Path, sources: Sources, k: int, below: int, options: Options) -> None:
     """The teacher's pass before a run: the k most likely tokens among ids less than `below`, of sources by name, into
     `folder`. A pass that was killed goes on. Raises InputError, CheckpointError, DoesNotFit, StoreError.
     """
@@ -92,7 +93,7 @@ def write(folder: Path, teacher: Path, sources: Mapping[str, Dataset], k: int, b
     f.refuse_scores("it is no teacher")
     for data in sources.values():
         data.check_model(f.cfg.vocab, f.cfg.max_positions, f"--teacher {teacher}")
-    _write_scores(f, options, folder, sources, list(sources), k, min(below, f.cfg.vocab))
+    _write_scores(f, options, folder, sources, k, below, list(sources))
 
 
 # ---------------------------------------------------------------- labels and rewards
@@ -105,14 +106,13 @@ def _write_answers(f: Finished, o: Score, codec: Codec, folder: Path) -> list[st
         with Temporary("trireme-rows-") as place:  # reading rows of a score head needs labels
             rows = ({k: v for k, v in row.items() if k not in ("label", "labels")} for _, row in opened.rows_in(name))
             labelled = (json.dumps(row | {"label": f.labels[0]}, ensure_ascii=False, default=str) for row in rows)
-            with (place / "rows.jsonl").open("w", encoding="utf-8") as file:
-                file.writelines(f"{line}\n" for line in labelled)
-            sources.append(opened.read_rows(f, o, codec, name, "classes", str(place / "rows.jsonl")))
+            (place / "rows.jsonl").write_text("".join(f"{line}\n" for line in labelled), encoding="utf-8")
+            sources.append(opened.read_rows(f, o, codec, str(place / "rows.jsonl"), "classes"))
     seq_len = sources[0].options.room
     folder.mkdir(parents=True, exist_ok=True)
-    with opened.computing(f, o, rows_of(o, seq_len), seq_len) as e:
+    with opened.computing(f, o, opened.rows_of(o, seq_len), seq_len) as e:
         for i, (name, data) in enumerate(zip(o.data, sources, strict=True)):
-            records = list(_records(f, e, data))
+            records = _records(f, e, data)
             content = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
             replace_synced(folder / f"{i:03}.jsonl", content.encode())
             if f.cfg.scores == 1:
@@ -124,73 +124,60 @@ def _write_answers(f: Finished, o: Score, codec: Codec, folder: Path) -> list[st
     return lines
 
 
-def _records(f: Finished, e: Evaluator, data: Dataset) -> Iterator[dict[str, Any]]:
-    """Yields what the model says of each row, in their order."""
-    scores, places = list[np.ndarray](), places_of(data.files, data.pieces)[:, 0]
-    take = partial(_take_scores, f.cfg, scores)
+def _records(f: Finished, e: Evaluator, data: Dataset) -> list[dict[str, Any]]:
+    """What the model says of each row, in their order."""
+    scores, records = list[torch.Tensor](), list[dict[str, Any]]()
+
+    def take(_: int, packed: Any, top: Any, x: torch.Tensor) -> None:
+        y, _stats = head.final_norm(f.cfg, top, x[packed.loss_rows])
+        scores.append((y.float() @ top.matrix.float().T).cpu())  # (documents, labels)
+
     with screen.working("scoring", data.tokens, "tokens") as scored:
         for mb in data.batches(e.rows):
             for task in forward(e.e, [e.inputs(in_ram(f.cfg, mb))], take):
                 task.wait()
             scored(len(mb.ids))
-    order = places.argsort(kind="stable")
-    for row, values in zip(places[order].tolist(), np.concatenate(scores)[order].tolist(), strict=True):
+    rows = places_of(data.files, data.pieces)[:, 0].tolist()
+    for row, values in sorted(zip(rows, torch.cat(scores).double(), strict=True), key=lambda pair: pair[0]):
         if f.cfg.scores == 1:
-            yield {"row": row, "reward": values[0]}
+            records.append({"row": row, "reward": float(values)})
         else:
-            chances = torch.tensor(values, dtype=torch.float64).softmax(0).tolist()
-            by_label = dict(zip(f.labels, chances, strict=True))
-            label = max(f.labels, key=by_label.__getitem__)
-            yield {"row": row, "label": label, "probability": by_label[label], "probabilities": by_label}
-
-
-def _take_scores(cfg: ModelConfig, scores_: list[np.ndarray], _: int, packed: Any, top: Any, x: torch.Tensor) -> None:
-    """Adds the scores of the documents of a micro-batch, (documents, labels)."""
-    y, _stats = head.final_norm(cfg, top, x[packed.loss_rows])
-    scores_.append((y.float() @ top.matrix.float().T).cpu().numpy())
+            chances = values.softmax(0).tolist()
+            most = max(chances)
+            answer = {"label": f.labels[chances.index(most)], "probability": most}
+            records.append({"row": row, **answer, "probabilities": dict(zip(f.labels, chances, strict=True))})
+    return records
 
 
 # ---------------------------------------------------------------- log-probabilities
 
 
 def _write_scores(
-    f: Finished,
-    o: Score | Options,
-    folder: Path,
-    sources: Mapping[str, Dataset],
-    names: Sequence[str],
-    k: int,
-    below: int,
+    f: Finished, o: Score | Options, folder: Path, sources: Sources, k: int, below: int, names: Sequence[str]
 ) -> list[str]:
-    """Writes the parts that are not there; returns a line for each source. `sources`: by their folder; `names`: of
-    them. The k most likely tokens are among ids less than `below`.
+    """Writes the parts that are not there; returns a line for each source, of `names`. The k most likely tokens are
+    among ids less than `below`. Raises InputError if the folder holds other scores.
     """
-    first, k = next(iter(sources.values())), min(k, below)
+    first, below = next(iter(sources.values())), min(below, f.cfg.vocab)
     assert first.codec is not None
     files = {source: {file.meta["key"]: file.n_documents for file in data.files} for source, data in sources.items()}
-    listed = [{"data": name, "folder": s, "files": files[s]} for s, name in zip(sources, names, strict=True)]
-    model, tokenizer = str(Path(f.name).resolve()), first.codec.vocabulary()
-    _claim(folder, {"format": FORMAT, "model": model, "tokenizer": tokenizer, "top_k": k, "sources": listed})
-    lines = list[str]()
-    with opened.computing(f, o, rows_of(o, first.options.room), first.options.room) as e:
+    content: dict[str, Any] = {
+        "format": FORMAT,
+        "model": str(Path(f.name).resolve()),
+        "tokenizer": first.codec.vocabulary(),
+    }
+    content |= {"top_k": min(k, below)}
+    content |= {"sources": [{"data": n, "folder": s, "files": files[s]} for s, n in zip(sources, names, strict=True)]}
+    path, claim, lines = folder / NAMES, json.dumps(content, indent=1).encode(), list[str]()
+    if path.exists() and path.read_bytes() != claim:
+        raise InputError(f"{path} is of another model, data or options. Name another folder.")
+    folder.mkdir(parents=True, exist_ok=True)
+    replace_synced(path, claim)
+    with opened.computing(f, o, opened.rows_of(o, first.options.room), first.options.room) as e:
         for (source, data), name in zip(sources.items(), names, strict=True):
-            total, labels = Pass(f, e, data, folder / source, k, below).write()
+            total, labels = Pass(f, e, data, folder / source, min(k, below), below).write()
             lines.append(f"{name}: loss {-total / max(1, labels):.4f} of {count(labels, 'label')}")
     return lines
-
-
-def _claim(folder: Path, content: dict[str, Any]) -> None:
-    """Makes the folder of these scores. Raises InputError if it holds others."""
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / NAMES
-    if path.exists():
-        try:
-            same = parse_json(read_small(path, links=True), "file") == content
-        except (OSError, ValueError) as error:
-            raise InputError(f"{path}: {why(error)}. Remove it.") from None
-        if not same:
-            raise InputError(f"{folder} holds scores of another model, data or options. Name another folder.")
-    replace_synced(path, json.dumps(content, indent=1).encode())
 
 
 @dataclass(frozen=True)
@@ -213,7 +200,7 @@ class Pass:
         with screen.working("scoring", self.data.tokens, "tokens") as scored:
             while group := list(islice(batches, n)):
                 path = self.folder / f"part-{first // n:05}.safetensors"
-                tables = self._read(path, first) if path.is_file() else self._write(path, group, first, at)
+                tables = self._read(path, first) or self._write(path, group, first, at)
                 first, at = first + len(group), at + sum(len(mb.lengths) for mb in group)
                 total, labels = total + float(tables["logp"].sum()), labels + int(tables["trained"].sum())
                 scored(sum(len(mb.ids) for mb in group))
@@ -229,17 +216,15 @@ class Pass:
         return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:24]
 
     def _read(self, path: Path, first: int) -> Tables:
-        """A part that begins with the micro-batch `first`. Raises InputError."""
-        try:
-            with safe_open(path, "numpy") as file:
-                metadata = file.metadata() or {}
-                tables = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no dict)
-        except (SafetensorError, TypeError, ValueError) as error:
-            raise InputError(f"{path} is damaged ({error}). Remove it.") from None
+        """A part that begins with the micro-batch `first`; {} if it is not there, or damaged. Raises InputError."""
+        metadata, tables = dict[str, str](), Tables()
+        with suppress(SafetensorError, TypeError, ValueError, OSError), safe_open(path, "numpy") as file:
+            metadata = file.metadata() or {}
+            tables = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no dict)
+        if not tables or metadata.get("sum") != part_sum(metadata, tables):
+            return {}
         if metadata.get("key") != self.key or metadata.get("first") != str(first):
             raise InputError(f"{path} is of another model, of other data or options. Name another --out.")
-        if metadata.get("sum") != part_sum(metadata, tables):
-            raise InputError(f"{path} is damaged. Remove it.")
         return tables
 
     def _write(self, path: Path, group: Sequence[MicroBatch], first: int, at: int) -> Tables:
