@@ -21,7 +21,7 @@ class Rule(NamedTuple):
     their sum if `renormalise` (with softmax that is the softmax over the chosen), times `scale`.
     With several `groups` of experts with neighbouring numbers, experts are chosen from the best `kept` groups only
     (DeepSeek-V2 and V3, arXiv:2405.04434, 2412.19437). A group is rated by the sum of its two best scores, or without
-    `two` by its best.
+    `two` by its best. With `raw` a correction is added to logits, not to scores, to choose experts.
     """
 
     k: int
@@ -31,6 +31,7 @@ class Rule(NamedTuple):
     groups: int = 1
     kept: int = 1
     two: bool = True
+    raw: bool = False
 
 
 class Order(NamedTuple):
@@ -59,7 +60,7 @@ def route_fwd(logits: Tensor, rule: Rule, correction: Tensor | None = None) -> t
     score = torch.sigmoid(x) if rule.sigmoid else torch.softmax(x, -1)
     key = score if rule.groups > 1 else x
     if correction is not None:
-        key = score + correction
+        key = (x if rule.raw else score) + correction
     key = torch.where(key.isnan(), float("-inf"), key)
     key = _of_best_groups(key, rule) if rule.groups > 1 else key
     experts = torch.sort(key, dim=-1, descending=True, stable=True).indices[:, : rule.k].sort(-1).values

@@ -77,7 +77,7 @@ def _of_best_groups(b_key, b_real, o_e, E: tl.constexpr, GROUPS: tl.constexpr, K
 def _route_fwd(
     p_logits, p_correction, p_weights, p_experts, scale, N, E: tl.constexpr, CHOSEN: tl.constexpr,
     SIGMOID: tl.constexpr, RENORMALISE: tl.constexpr, GROUPS: tl.constexpr, KEPT: tl.constexpr, TWO: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK_E: tl.constexpr,
+    RAW: tl.constexpr, ROWS: tl.constexpr, BLOCK_E: tl.constexpr,
 ):  # fmt: skip
     """Takes the largest score that is left, CHOSEN times; then stores the chosen experts in ascending order."""
     await_previous()
@@ -85,7 +85,7 @@ def _route_fwd(
     o_e = tl.arange(0, BLOCK_E)
     b_x = _load_logits(p_logits, o_n, o_e, N, E)
     b_key = b_x
-    if p_correction is not None or GROUPS > 1:
+    if (p_correction is not None or GROUPS > 1) and not RAW:
         b_key = tl.sigmoid(b_x) if SIGMOID else _softmax(b_x)
     if p_correction is not None:
         b_key += tl.load(p_correction + o_e, o_e < E, 0.0)[None, :]
@@ -148,13 +148,15 @@ def route_fwd(logits: Tensor, rule: Rule, correction: Tensor | None = None) -> t
     assert 0 < rule.k <= E
     assert E % rule.groups == 0
     assert rule.k * rule.groups <= E * rule.kept
+    assert not rule.raw or rule.groups == 1
     assert correction is None or (correction.shape == (E,) and correction.dtype == torch.float32)
     weights = torch.empty((N, rule.k), dtype=torch.float32, device=logits.device)
     experts = torch.empty((N, rule.k), dtype=torch.int32, device=logits.device)
     rows, columns = _block(E)
     _route_fwd[(cdiv(N, rows),)](
         logits, correction, weights, experts, float(rule.scale), N,
-        E, rule.k, rule.sigmoid, rule.renormalise, rule.groups, rule.kept, rule.two, rows, columns, num_warps=4,
+        E, rule.k, rule.sigmoid, rule.renormalise, rule.groups, rule.kept, rule.two, rule.raw, rows, columns,
+        num_warps=4,
     )  # fmt: skip
     return weights, experts
 

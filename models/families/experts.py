@@ -27,6 +27,7 @@ class Experts:
     groups: int = 1  # number of groups of experts
     kept: int = 1  # number of groups, the best of a token, from which its experts are selected
     two: bool = True  # a group's score is the sum of its two best experts' scores, not the best score
+    raw: bool = False  # the correction is added to logits, not to scores
     latent: int = 0  # width of the experts' input and output; 0: the model's
     score_scale: float = 1.0  # of the router's logits
     act: str = "silu"  # layers.Act
@@ -64,6 +65,7 @@ class ExpertKeys:
     bias: bool = False
     fp32: bool = False
     groups: tuple[int, int] | None = None  # n_group, topk_group; None: not read
+    raw: bool = False  # the correction is added to logits, not to scores
     method: bool = False  # topk_method is read: greedy, or by a group's best score
     optional: bool = False  # with a count of 0 every layer has an MLP
     latent_key: str = ""  # width of the experts' input and output; null: the model's
@@ -120,7 +122,7 @@ def parse_experts(keys: Keys, family: ExpertKeys | None, layers: int) -> list[Ex
     latent = keys.count(family.latent_key) if keys.raw.get(family.latent_key) is not None else 0
     found = Experts(
         count, chosen, width, renormalise, shared, bool(gated), limit, family.bias, aux, family.sigmoid, scale,
-        family.fp32, *_groups(keys, family, count, chosen), latent=latent,
+        family.fp32, *_groups(keys, family, count, chosen), raw=family.raw, latent=latent,
     )  # fmt: skip
     return [None if i in dense else found for i in range(layers)]
 

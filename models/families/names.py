@@ -242,6 +242,15 @@ GATED_MIXTURE = GATED.changed(
     mlp=_gated("mlp.shared_experts")
     | dict(router="mlp.router.gate", experts="mlp.experts", correction="mlp.expert_bias")
 )
+KOLIBRI = MIXTURE.changed(
+    dict(post="post_attn_norm"),
+    _gated("mlp.shared_experts") | dict(post="post_ffn_norm", correction="moe.router.expert_bias"),
+    modules=(
+        ("post_attn_norm", "post_self_attn_layernorm"),
+        ("post_ffn_norm", "post_mlp_layernorm"),
+        ("moe.router.expert_bias", "mlp.gate.e_score_correction_bias"),
+    ),
+)
 LATENT = SPLIT.changed(
     dict(
         qkv=("self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa"), q_norm="self_attn.q_a_layernorm",

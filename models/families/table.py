@@ -289,6 +289,15 @@ FAMILIES = {
         ),
         aliases={"num_local_experts": "num_experts"}, only={"attention_bias": (None, False)},
     ),
+    "kolibri1": Family(
+        "Kolibri-1 78B-A4B",
+        names=names.KOLIBRI, vocab=128000, n_heads=48, kv_heads=4, head_dim=128, ffn=512, max_positions=262144,
+        qk_norm="head", windows="pattern", window=513, period=5, unrotated="full",
+        experts=ExpertKeys(
+            384, 6, 512, sigmoid=True, raw=True, shared_width_key="shared_expert_intermediate_size", shared_width=512
+        ),
+        aliases={"num_local_experts": "num_experts"},
+    ),
     "mellum": Family(
         "Mellum 2",
         names=names.MIXTURE, kv_heads=4, head_dim=128, max_positions=131072, theta=5e5, local_theta=1e4, nested=True,

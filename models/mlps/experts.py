@@ -111,7 +111,8 @@ class Routes(NamedTuple):
 
 def rule(spec: Experts) -> ops.Rule:
     """How the router's logits become weights."""
-    return ops.Rule(spec.chosen, spec.renormalise, spec.sigmoid, spec.scale, spec.groups, spec.kept, spec.two)
+    of_groups = spec.groups, spec.kept, spec.two
+    return ops.Rule(spec.chosen, spec.renormalise, spec.sigmoid, spec.scale, *of_groups, spec.raw)
 
 
 def weights(read: Reader, spec: Experts) -> ExpertWeights:

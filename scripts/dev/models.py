@@ -50,6 +50,7 @@ MAKERS = {
     "rednote": "dots1",
     "Baidu": "ernie4_5 ernie4_5_moe",
     "Arcee": "afmoe",
+    "Aleph Alpha": "kolibri1",
     "JetBrains": "mellum",
     "Google": "gemma gemma2 gemma3_text gemma4_text vaultgemma",
     "Microsoft": "phi3",

@@ -265,7 +265,12 @@ def products_call():
 def routing_calls(dtype=BF16):
     N, E, k, D, I = 16, 128, 8, 2048, 768
     x, logits, bias = torch.zeros(N, D, dtype=dtype), torch.zeros(N, E, dtype=dtype), torch.zeros(E)
-    for rule in (Rule(k), Rule(k, sigmoid=True), Rule(k, sigmoid=True, groups=8, kept=4)):
+    for rule in (
+        Rule(k),
+        Rule(k, sigmoid=True),
+        Rule(k, sigmoid=True, groups=8, kept=4),
+        Rule(k, sigmoid=True, raw=True),
+    ):
         weights, chosen = routing.route_fwd(logits, rule, bias if rule.sigmoid else None)
         routing.route_bwd(weights, logits, chosen, rule, bias)
     found = order.sort_pairs(chosen, E)

@@ -128,6 +128,9 @@ PAIR = dict(sliding_window=5, layer_types=TYPES[:2])  # of two layers
 CORRECTED = MIXTURE | dict(head_dim=12, n_routed_experts=6, n_shared_experts=1, routed_scaling_factor=1.7)
 ROPES = dict(full_attention=YARN, sliding_attention=dict(rope_type="default", rope_theta=100.0))
 AFMOE = MIXTURE | dict(num_hidden_layers=4, head_dim=12, sliding_window=5, num_shared_experts=1, route_scale=1.7)
+KOLIBRI = MIXTURE | dict(
+    num_hidden_layers=5, head_dim=12, sliding_window=5, shared_expert_intermediate_size=32, norm_topk_prob=False
+)
 # name -> (model_type, keys of its config)
 CASES = {
     "gpt2": ("gpt2", GPT2),
@@ -261,6 +264,10 @@ CASES = {
     "afmoe tied, scaled, without dense layers": ("afmoe", AFMOE | dict(
         num_dense_layers=0, mup_enabled=True, tie_word_embeddings=True, num_shared_experts=2, sliding_window=4,
         layer_types=["full_attention", *TYPES])),
+    "kolibri1": ("kolibri1", KOLIBRI),
+    "kolibri1 tied, renormalised": ("kolibri1", KOLIBRI | PAIR | dict(
+        num_hidden_layers=2, tie_word_embeddings=True,
+        norm_topk_prob=True)),
     "minimax m2": ("minimax_m2", MIXTURE | dict(num_local_experts=6, intermediate_size=24, head_dim=12, rotary_dim=6)),
     "minimax m2 tied, whole heads": ("minimax_m2", MIXTURE | dict(
         num_local_experts=4, intermediate_size=24, tie_word_embeddings=True)),

@@ -16,6 +16,7 @@ GROUPED = [  # of 12 experts
     Rule(3, True, True, 2.5, groups=4, kept=2),
     Rule(3, False, groups=3, kept=1, two=False),
     Rule(4, groups=2, kept=1),
+    Rule(3, False, True, raw=True),
 ]
 
 

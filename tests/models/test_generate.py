@@ -45,6 +45,7 @@ def units_of(tiny, asked=None):
         "gpt oss",
         "flint",
         "afmoe",
+        "kolibri1",
         "qwen2 window above",
         "qwen3",
         "granite",
