@@ -108,25 +108,18 @@ class Dataset:
         lengths = self.pieces["length"].astype(float)
         return round((lengths**2).sum() / lengths.sum())
 
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest document."""
-        return int(self.pieces["length"].max())
-
-    @property
-    def max_id(self) -> int:
-        """The largest token id of all files."""
-        return max(file.meta["max_id"] for file in self.files)
-
     def check_model(self, vocab: int, positions: int, name: str) -> None:
-        """Raises InputError if another model, such as a teacher, has too few tokens or positions for this data."""
+        """Raises InputError if a model has too few tokens or positions for this data."""
         for data in filter(None, (self, self.held_out)):
-            for size, of, need, way_out in (
-                (vocab, "tokens", data.max_id + 1, "resize its embeddings as those of the model that is trained"),
-                (positions, "positions", data.longest, f"lower --seq-len to {positions}"),
+            tokens = max(file.meta["max_id"] for file in data.files) + 1
+            longest = int(data.pieces["length"].max())
+            resize = "model.resize_token_embeddings(N) in transformers"
+            for size, need, what, way_out in (
+                (vocab, tokens, "tokens", f"name its own --tokenizer FOLDER, or resize its embeddings: {resize}"),
+                (positions, longest, "positions", f"lower --seq-len to {positions}"),
             ):
                 if need > size:
-                    raise InputError(f"{name} has {size:,} {of}, the data needs {need:,}: {way_out}, or name another.")
+                    raise InputError(f"{name} has {size:,} {what}, the data needs {need:,}: {way_out}.")
 
     @cached_property
     def trained(self) -> float:
@@ -177,17 +170,17 @@ class Dataset:
 
     def example(self, k: int = 0) -> str:
         """The beginning of document k as text, with the trained part in [..]."""
-        in_order = np.lexsort((self.pieces["start"], self.pieces["file"]))
+        pieces = np.lexsort((self.pieces["start"], self.pieces["file"]))
+        if self.options.paired:
+            pieces = pieces[pieces % 2 == 0]  # a pair's pieces are side by side
+        piece = pieces[k % len(pieces)]
+        shown = self._shown(piece)
         if self.options.kind == "classes":
-            piece = in_order[k % len(in_order)]
-            return f"{self._shown(piece)} -> {self.options.labels[int(self._values(self.pieces[[piece]])[0])]}"
+            return f"{shown} -> {self.options.labels[int(self._values(self.pieces[[piece]])[0])]}"
         if not self.options.paired:
-            return self._shown(in_order[k % len(in_order)])
-        firsts = in_order[in_order % 2 == 0]  # a pair's pieces are side by side
-        first = firsts[k % len(firsts)]
-        good = "bad" if self.pieces["weight"][first] < 0 else "good"
-        second = "" if self.options.kind == "labels" else f"\n         bad:  {self._shown(first + 1)}"
-        return f"{good}: {self._shown(first)}{second}"
+            return shown
+        second = "" if self.options.kind == "labels" else f"\n         bad:  {self._shown(piece + 1)}"
+        return f"{'bad' if self.pieces['weight'][piece] < 0 else 'good'}: {shown}{second}"
 
     def _shown(self, piece: int) -> str:
         ids, labels = self._read(self.pieces[[piece]])
@@ -214,8 +207,7 @@ class Dataset:
         starts, lengths = pieces["start"].astype(np.int64), pieces["length"] + goes_on.astype(np.int64)
         places = zip(pieces["file"].tolist(), starts.tolist(), (starts + lengths).tolist(), strict=True)
         stored = [self.files[file].read(start, stop) for file, start, stop in places]
-        alike = [np.concatenate(stored)] if len({block.dtype for block in stored}) == 1 else stored
-        ids, trained = (np.concatenate(parts) for parts in zip(*map(decode, alike), strict=True))
+        ids, trained = decode(np.concatenate(stored))
         labels = np.append(np.where(trained[1:], ids[1:], IGNORED), IGNORED).astype(np.int32)
         last = np.cumsum(lengths) - 1
         labels[last] = IGNORED
@@ -232,7 +224,7 @@ class Dataset:
         result = np.zeros(len(pieces))
         for i, file in enumerate(self.files):
             mine = pieces["file"] == i
-            result[mine] = file.values_at(pieces["start"][mine])
+            result[mine] = file.values[np.searchsorted(file.offsets, pieces["start"][mine], side="right") - 1]
         return result
 
 
@@ -270,7 +262,7 @@ def load_dataset(
         val = val if options.val else held
     files = tuple(map(how.tokens, train))
     val_files = tuple(map(how.tokens, val))
-    tidy(how.folder)
+    tidy(how.folder, {file.meta["key"] for file in (*files, *val_files)})
     if nowhere := set.intersection(*(set(file.meta["absent"]) for file in files)):
         raise InputError(f"--map names {', '.join(map(repr, sorted(nowhere)))}, a column that no row has. Correct it.")
     rows, held_out, drawn = documents.documents_of(files, options.kind), None, ""
@@ -293,7 +285,10 @@ def load_dataset(
         notes += [f"of the rows held out: {line}" for line in held_out.report.losses()]
     notes += notes_on(files, codec, how.renames, options)
     report = replace(dataset.report, held_out=drawn, notes=tuple(notes))
-    return replace(dataset, report=report, held_out=held_out, scratch=scratch)
+    dataset = replace(dataset, report=report, held_out=held_out, scratch=scratch)
+    if options.vocab_size is not None:
+        dataset.check_model(options.vocab_size, options.seq_len, "the model")
+    return dataset
 
 
 def find_labels(sources: Sequence[str], map: str | None) -> tuple[str, ...]:
@@ -326,27 +321,20 @@ def _lay_out(
     named: Sequence[DataFile], files: tuple[TokenFile, ...], rows: np.ndarray, codec: Codec | None, options: DataOptions
 ) -> Dataset:
     """Cuts and packs `rows`, which are (n, documents of a row) DOCUMENT. Raises InputError."""
-    if not rows["trained"].any():
-        first = rows[0, 0]
-        start, length = int(first["start"]), int(first["length"])
-        ids, trained = decode(files[first["file"]].read(start, start + min(length, 60)))
-        raise InputError(
-            f"no row of {len(rows):,} has a trained token after masking: no text is marked as the assistant's. "
-            f"The first row begins: {example_text(ids, trained, codec)}"
-        )
     weighed = documents.weigh(rows, [source.weight for source in named], options.seed)
     fitted = documents.fit(weighed, files, options.seq_len, options.long)
+    reports = tuple(
+        FileReport(str(source), source.weight, file.meta) for source, file in zip(named, files, strict=True)
+    )
+    report = Report(reports, Counts.of(rows), replace(fitted, pieces=fitted.pieces[:0]), options, 0, 0.0)
     if not len(fitted.pieces):
-        why = "" if all(map(is_text, files)) else ", or answer only after it"
+        file, start, length, *_ = rows[0, 0].tolist()
+        ids, trained = decode(files[file].read(start, start + min(length, 60)))
         raise InputError(
-            f"no row is left: all are longer than --seq-len {options.seq_len}{why}, or their weight leaves none. "
-            f"Raise it: --seq-len {fitted.longest} keeps all."
+            f"no row of {len(rows):,} is left: {'; '.join(report.losses()) or 'their weight leaves none'}. "
+            f"The first row begins: {example_text(ids, trained, codec)}"
         )
     pieces, bounds = documents.packed(fitted.pieces, options.room, options.pack, options.scored)
     n = len(bounds) - 1
     used = float(pieces["length"].sum()) / (n * options.room)
-    reports = tuple(
-        FileReport(str(source), source.weight, file.meta) for source, file in zip(named, files, strict=True)
-    )
-    report = Report(reports, Counts.of(rows), replace(fitted, pieces=fitted.pieces[:0]), options, n, used)
-    return Dataset(files, pieces, bounds, options, codec, report)
+    return Dataset(files, pieces, bounds, options, codec, replace(report, sequences=n, used=used))

@@ -77,18 +77,9 @@ class Preparation:
     progress: Progress | None = None
 
     def tokens(self, source: DataFile) -> TokenFile:
-        """The tokens of a file, from the cache or made now. Raises InputError for bad rows, and for token ids beyond
-        the model's vocabulary.
-        """
-        key, most = self._key(source), self.options.vocab_size
-        file = opened(self.folder, key) or _File(self, source).write(self.folder, key)
-        if most is not None and file.meta["max_id"] >= most:
-            raise InputError(
-                f"{source} has token id {file.meta['max_id']}, the model's vocabulary is {most}: the tokenizer does "
-                "not belong to this model. Name its own: --tokenizer FOLDER; or resize the model to an extended one: "
-                "model.resize_token_embeddings(N) in transformers."
-            )
-        return file
+        """The tokens of a file, from the cache or made now. Raises InputError for bad rows."""
+        key = self._key(source)
+        return opened(self.folder, key) or _File(self, source).write(self.folder, key)
 
     def _key(self, source: DataFile) -> str:
         o, what, tell = self.options, f"{source.path.name} (checksum)", self.progress or (lambda *_: None)
@@ -119,12 +110,12 @@ class _File:
         self.rows = Rows(source.files, self.options.max_samples, [eos] if eos else [])
         self.classes = classes_of(self.options.labels)
         self.pending = deque[_Pending]()
-        self.pair = list[tuple[np.ndarray, np.ndarray, _Pending]]()
-        self.fault = ""  # of the row that is being written
-        self.broken = False  # a piece of the last document was bad
+        self.documents = list[tuple[np.ndarray, np.ndarray, _Pending]]()  # of the row that is being written
+        self.fault = ""  # of that row
+        self.broken = False  # the row before was bad: if it was a piece of a text, the next piece begins a document
         self.prompts, self.words = list[int](), list[int]()  # hashes, of labelled answers
         self.n = self.bad = 0
-        self.first: tuple[int, str] | None = None  # bad row, its fault
+        self.first = (0, "")  # bad row, its fault
         self.forms, self.counts = Counter[str](), Counter(dict.fromkeys((*COUNTED, "chats", "tools"), 0))
         self.unused: dict[str, None] = {}  # keys, in order
         self.absent = set(how.renames)  # columns of --map that no row has
@@ -136,11 +127,11 @@ class _File:
 
     @property
     def first_bad(self) -> str:
-        return f"{self.rows.unit} {self.first[0]}: {self.first[1]}" if self.first else ""
+        return f"{self.rows.unit} {self.first[0]}: {self.first[1]}" if self.bad else ""
 
     def write(self, folder: Path, key: str) -> TokenFile:
         """The tokens of all rows. Raises InputError if rows are bad, or none is good."""
-        self.writer = Writer(folder, key, self.vocabulary)
+        self.writer = Writer(folder, key)
         try:
             for batch, made in encoded(self.how.codec, self._batches(), self.rows.size):
                 self._put_all(batch, made)
@@ -150,19 +141,10 @@ class _File:
             if self.options.kind == "labels":
                 self._write_counterparts()
             unused = [shown(key) if key.strip() else "a column without a name" for key in [*self.unused][:_NAMED]]
+            meta = {"name": self.source.path.name, "rows": self.n, "bad": self.bad, "first_bad": self.first_bad}
+            meta |= {"forms": dict(self.forms.most_common()), "counts": dict(self.counts)}
             unused += ["others"] if len(self.unused) > _NAMED else []
-            return self.writer.finish(
-                {
-                    "name": self.source.path.name,
-                    "rows": self.n,
-                    "bad": self.bad,
-                    "first_bad": self.first_bad,
-                    "forms": dict(self.forms.most_common()),
-                    "unused": unused,
-                    "absent": sorted(self.absent),
-                    "counts": dict(self.counts),
-                }
-            )
+            return self.writer.finish(meta | {"unused": unused, "absent": sorted(self.absent)})
         except Died as error:
             raise InputError(f"{self.source} {self.rows.unit} {error.row}: {error}. Leave that row out.") from None
         finally:
@@ -238,7 +220,7 @@ class _File:
 
     def _reject(self, number: int, fault: str) -> None:
         self.bad += 1
-        if self.first is None or number < self.first[0]:
+        if self.bad == 1 or number < self.first[0]:
             self.first = (number, shown(fault, 1000))
 
     def _judge(self) -> None:
@@ -273,32 +255,25 @@ class _File:
 
     def _put(self, number: int, ids: np.ndarray, trained: np.ndarray, fault: str) -> None:
         p = self.pending.popleft()
+        self.documents.append((ids, trained, p))
         self.fault = self.fault or fault
-        if self.options.paired:
-            self.pair.append((ids, trained, p))
-        else:
-            if fault and not p.starts and not self.broken:
-                self.writer.drop()
-            self.broken = bool(fault) or (self.broken and not p.starts)
-            if not self.broken:
-                every = np.ones(len(ids), bool) if self.options.kind == "classes" else trained
-                self.writer.add(ids, every, p.starts, p.weight, p.value)
         if not p.last:
             return
         if self.fault:
             self._reject(number, self.fault)
         else:
             self.forms[p.form] += p.starts
-            self._put_pair()
-        self.pair, self.fault = [], ""
+            for document in self.documents:
+                self._add(*document)
+        self.documents, self.fault, self.broken = [], "", bool(self.fault)
 
-    def _put_pair(self) -> None:
-        for ids, trained, p in self.pair:
-            self.writer.add(ids, trained, True, p.weight, p.value)
-            if self.options.kind == "labels":
-                prompt, words = np.split(ids, [int(trained.argmax())])
-                self.prompts.append(zlib.crc32(prompt.tobytes()) << 32 | zlib.adler32(prompt.tobytes()))
-                self.words.append(zlib.crc32(words.tobytes()))
+    def _add(self, ids: np.ndarray, trained: np.ndarray, p: _Pending) -> None:
+        every = np.ones(len(ids), bool) if self.options.kind == "classes" else trained
+        self.writer.add(ids, every, p.starts or self.broken, p.weight, p.value)
+        if self.options.kind == "labels":
+            prompt, words = np.split(ids, [int(trained.argmax())])
+            self.prompts.append(zlib.crc32(prompt.tobytes()) << 32 | zlib.adler32(prompt.tobytes()))
+            self.words.append(zlib.crc32(words.tobytes()))
 
     def _write_counterparts(self) -> None:
         """Behind all answers, writes each one's prompt with an answer of another prompt, as kto measures its KL."""

@@ -1,7 +1,8 @@
 """Tokenized documents on disk: written once, and used only if complete.
 
-A key is a hash of all that decides the content, so that runs can share a folder. KEY.tokens holds ids, the top bit:
-trained. KEY.npz, which is written last, holds tables of the documents, the report, and the checksum of the tokens.
+A key is a hash of all that decides the content, so that runs can share a folder. KEY.tokens holds uint32: an id, and
+in the top bit whether it is trained. KEY.npz, which is written last, holds tables of the documents, the report, and the
+checksum of the tokens.
 
 Files are read, not mapped: if a mapped file is truncated, the process is killed.
 """
@@ -17,7 +18,7 @@ import shutil
 import weakref
 import zlib
 from array import array
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,10 +31,11 @@ import tokenizers
 from trireme.storage.files import StoreError, sync_folder
 from trireme.storage.temporary import Temporary
 
-VERSION = 2  # of what rows become: raise it when equal rows get other tokens or masks
-SHARE = 20  # of a drive, tokens take at most a twentieth
+VERSION = 3  # raise it when equal rows get other tokens or masks, or files another form
+SHARE = 20  # of a drive, tokens of other runs take at most a twentieth
 _BLOCK = 1 << 22
 _NAME = re.compile(r"[0-9a-f]{24}\.(npz|tokens)")
+_TRAINED, _SIZE = np.uint32(1 << 31), 4  # the bit, and bytes of a token
 _TABLES = ("offsets", "trained", "weights", "values")
 
 
@@ -62,7 +64,6 @@ class TokenFile:
 
     path: Path
     fd: int
-    dtype: np.dtype  # uint16 or uint32
     meta: dict[str, Any]
     offsets: np.ndarray  # (documents + 1,) int64
     trained: np.ndarray  # (documents,) int64: trained tokens
@@ -77,40 +78,28 @@ class TokenFile:
     def lengths(self) -> np.ndarray:
         return np.diff(self.offsets)
 
-    def values_at(self, starts: np.ndarray) -> np.ndarray:
-        """Values of the documents in which these tokens are, float64."""
-        return self.values[np.searchsorted(self.offsets, starts, side="right") - 1]
-
     def read(self, start: int, stop: int) -> np.ndarray:
         """Tokens [start, stop) as stored, for `decode`. Raises OSError; StoreError if the file was cut."""
-        size = self.dtype.itemsize
-        block = os.pread(self.fd, (stop - start) * size, start * size)
-        if len(block) < (stop - start) * size:
+        block = os.pread(self.fd, (stop - start) * _SIZE, start * _SIZE)
+        if len(block) < (stop - start) * _SIZE:
             raise StoreError(errno.EIO, "was cut while the run was reading it", str(self.path))
-        return np.frombuffer(block, self.dtype)
+        return np.frombuffer(block, "<u4")
 
 
 def decode(stored: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """(ids int32, trained bool) of tokens as stored."""
-    top = _top_bit(stored.dtype)
-    return (stored & (top - 1)).astype(np.int32), stored >= top
-
-
-def _top_bit(dtype: np.dtype) -> int:
-    return 1 << (8 * dtype.itemsize - 1)
+    return (stored & ~_TRAINED).astype(np.int32), stored >= _TRAINED
 
 
 class Writer:
     """Writes a file of tokens: `add` documents, then `finish`; `close` in the end."""
 
-    def __init__(self, folder: Path, key: str, vocabulary: int):
-        """`vocabulary`: larger than all ids, at most 1 << 31."""
+    def __init__(self, folder: Path, key: str):
         folder.mkdir(parents=True, exist_ok=True)
-        self._folder, self._key = folder, key
+        self._folder, self._key, self._max_id = folder, key, -1
         self._scratch = Temporary(".making-", folder)  # of this process: two may make one key
-        self._dtype = np.dtype("<u2" if vocabulary <= 1 << 15 else "<u4")
         self._file = (self._scratch.path / "tokens").open("w+b")
-        self._lengths, self._trained, self._largest = array("q"), array("q"), array("q")  # there may be many millions
+        self._lengths, self._trained = array("q"), array("q")  # there may be many millions
         self._weights, self._values = array("d"), array("d")
 
     def add(
@@ -118,33 +107,21 @@ class Writer:
     ) -> None:
         """Adds a document: ids (n,) int32, trained (n,) bool. Without `starts` they continue the last document."""
         if starts:
-            for table, first in zip(self._tables(), (0, 0, -1, weight, value), strict=True):
-                table.append(first)
-        top = _top_bit(self._dtype)
-        largest = int(ids.max(initial=-1))
-        assert largest < top
-        self._file.write((ids.astype(self._dtype) | trained.astype(self._dtype) * self._dtype.type(top)).tobytes())
+            self._lengths.append(0)
+            self._trained.append(0)
+            self._weights.append(weight)
+            self._values.append(value)
+        self._file.write((ids.astype("<u4") | trained * _TRAINED).tobytes())
         self._lengths[-1] += len(ids)
         self._trained[-1] += int(trained.sum())
-        self._largest[-1] = max(self._largest[-1], largest)
-
-    def _tables(self) -> tuple[Any, ...]:
-        return self._lengths, self._trained, self._largest, self._weights, self._values
-
-    def drop(self) -> None:
-        """Removes the last document, which was not complete."""
-        self._file.seek(self._file.tell() - self._lengths[-1] * self._dtype.itemsize)
-        self._file.truncate()
-        for table in self._tables():
-            table.pop()
+        self._max_id = max(self._max_id, int(ids.max(initial=-1)))
 
     def written(self) -> TokenFile:
         """The documents so far."""
         self._file.flush()
         offsets = np.concatenate([[0], np.cumsum(self._lengths, dtype=np.int64)])
-        meta = {"key": self._key, "dtype": self._dtype.str, "max_id": max(self._largest, default=-1)}
         tables = dict(zip(_TABLES, map(np.array, (offsets, self._trained, self._weights, self._values)), strict=True))
-        return _open(self._scratch.path / "tokens", meta, tables)
+        return _open(self._scratch.path / "tokens", {"key": self._key, "max_id": self._max_id}, tables)
 
     def finish(self, meta: dict[str, Any]) -> TokenFile:
         """The documents, under their final name, with `meta`. Raises OSError."""
@@ -176,7 +153,7 @@ def opened(folder: Path, key: str) -> TokenFile | None:
             meta = json.loads(file["meta"].tobytes())
             tables = {name: file[name] for name in _TABLES}
         made = _open(path, meta, tables)
-        nbytes = int(made.offsets[-1]) * made.dtype.itemsize
+        nbytes = int(made.offsets[-1]) * _SIZE
         if meta["key"] != key or os.fstat(made.fd).st_size != nbytes or _crc_of(made.fd) != meta["crc32"]:
             return None
     except Exception:  # whatever a damaged archive raises
@@ -189,7 +166,7 @@ def opened(folder: Path, key: str) -> TokenFile | None:
 
 def _open(path: Path, meta: dict[str, Any], tables: dict[str, np.ndarray]) -> TokenFile:
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    file = TokenFile(path, fd, np.dtype(meta["dtype"]), meta, **tables)
+    file = TokenFile(path, fd, meta, **tables)
     weakref.finalize(file, os.close, fd)
     return file
 
@@ -201,14 +178,14 @@ def _crc_of(fd: int) -> int:
     return crc
 
 
-def tidy(folder: Path) -> None:
-    """Removes the files that were not used for longest, where the folder exceeds its share of the drive. A run that
-    has one open can read it still.
+def tidy(folder: Path, used: Collection[str]) -> None:
+    """Removes the files that were not used for longest, where those of other keys than `used` exceed their share of
+    the drive. A run that has one open can read it still.
     """
     with suppress(OSError):  # other runs remove some, too
         room = shutil.disk_usage(folder).total // SHARE
-        files = [(path.stat(), path) for path in folder.iterdir() if _NAME.fullmatch(path.name)]
-        for status, path in sorted(files, key=lambda file: file[0].st_mtime, reverse=True):
-            room -= status.st_size
+        others = [path for path in folder.iterdir() if _NAME.fullmatch(path.name) and path.stem not in used]
+        for path in sorted(others, key=lambda path: path.stat().st_mtime, reverse=True):
+            room -= path.stat().st_size
             if room < 0:
                 path.unlink()

@@ -165,7 +165,7 @@ def test_weights_samples_and_bad_rows(load, tmp_path):
 
 def test_tokens_that_a_model_has_not(load):
     data = load(ids_of(9, 9, first=90))
-    with pytest.raises(InputError, match="vocabulary"):
+    with pytest.raises(InputError, match="tokens"):
         load(ids_of(9, 9, first=90), vocab_size=91)
     data.check_model(92, 9, "--teacher T")
     for vocab, positions, word in ((91, 9, "tokens"), (92, 8, "positions")):
