@@ -13,13 +13,14 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
+from itertools import pairwise
 from os.path import commonprefix
 from typing import Any, NamedTuple, TypeVar
 
 from trireme.engine.data.forms import Chat
 from trireme.engine.data.messages import number_calls
 from trireme.engine.data.read import BadRow, Fields, unread_keys
-from trireme.engine.data.template import ALPACA, PROBE, THOUGHTS, Rendering, Span, Template, thoughts_of
+from trireme.engine.data.template import PROBE, THOUGHTS, Rendering, Span, Template, thoughts_of
 from trireme.storage.untrusted import NAME
 
 T = TypeVar("T")
@@ -27,7 +28,6 @@ _LINES = re.compile(r"</?think>|\n")
 _NO_THOUGHT = re.compile(r"\s*<think>\s*</think>")
 _LINKS = ("role", "content", "tool_calls", "tool_call_id", "train")  # checked elsewhere, or order says the same
 _STYLES = 64  # of them; each has variables of its own
-_TELLING = 64  # characters that are not in a text by chance
 _ID = "abc123XYZ"  # Mistral's templates insist on nine characters
 _FILE = "give one that does: --chat-template FILE"
 _TAGS = "give a template with {% generation %} tags: --chat-template FILE"
@@ -63,26 +63,16 @@ class ChatTemplate:
         """`sources`: templates by name, with "default". `date`: as of Template. `stops`: tokens at which the model's
         generation stops, `eos` among them. Raises as Template.
         """
+        self.sources, self._variables, self._stops, self._eos = sources, variables, tuple(stops), eos or ""
         self._templates = {name: Template(source, variables, date) for name, source in sources.items()}
         self._styles: dict[tuple[bool, str], _Style] = {}
-        self._stops, self._eos = tuple(stops), eos or ""
         self.date = date if any("strftime_now" in source for source in sources.values()) else None  # that is written
-        self._parts: list[Any] = [sources, variables, *([self.date] if self.date else [])]
-
-    @property
-    def speaks_alpaca(self) -> bool:
-        """Whether rows of alpaca keep their own wording, with their input apart: the template's is that of Alpaca."""
-        return any(ALPACA in source for source in self._parts[0].values())
 
     @cached_property
     def fingerprint(self) -> str:
         """A hash of all that decides its texts."""
-        stops = [[*self._stops, self._eos]] if self._style(None).last_end else []
-        return hashlib.sha256(json.dumps([*self._parts, *stops], sort_keys=True).encode()).hexdigest()
-
-    def text(self, messages: Sequence[Fields], tools: list[Fields] | None = None, prompt: bool = False) -> str:
-        """As Template.text."""
-        return self._style(tools).template.text(messages, tools, prompt)
+        parts = [self.sources, self._variables, self.date, self._stops, self._eos]
+        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
     def prompt(self, chat: Chat) -> str:
         """Messages to answer as `mark` writes them, with the opening of the answer. Raises BadRow."""
@@ -130,25 +120,33 @@ class _Style:
 
     def mark(self, chat: Chat) -> Marked:
         """As ChatTemplate.mark, without variables."""
-        tools, template = chat.tools, self.template
         wanted = [m["role"] == "assistant" and m.get("train", True) for m in chat.messages]
-        rendering, messages = self.written(chat, lambda messages: template.render(messages, tools))
-        text, turns = rendering.text, rendering.turns
-        _check_tools(tools, text)
-        self._check_written(messages, tools, rendering)
-        if template.tags:
-            context = [span for i, yes in enumerate(wanted) if not yes for span in turns.get(i, ())]
-            spans = [span for span in rendering.generated if not any(_within(span, other) for other in context)]
+        learned = [i for i, yes in enumerate(wanted) if yes]
+        rendering, messages = self.written(chat, lambda messages: self.template.render(messages, chat.tools))
+        text, generated, tags = rendering.text, rendering.generated, self.template.tags
+        _check_tools(chat.tools, text)
+        self._check_written(messages, chat.tools, rendering)
+        if tags:
+            spans = sorted(span for i in (-1, *learned) for span in generated.get(i, ()))
         else:
-            spans = [self._turn(i, messages, rendering) for i, yes in enumerate(wanted) if yes]
-        _check_calls(messages, wanted, rendering, template.tags)
+            turns = sorted((*span, i) for i, spans in rendering.turns.items() for span in spans)
+            for (_, stop, i), (start, _, other) in pairwise(turns):
+                if start < stop and wanted[i] != wanted[other]:  # the answer of a tool inside of its call
+                    raise _not_located(i if wanted[i] else other)
+            spans = [self._turn(i, messages, rendering) for i in learned]
+        for i, message in enumerate(messages):
+            blocks = generated.get(i, generated.get(-1, ()))
+            turn = rendering.joined(blocks) if tags and wanted[i] else rendering.written(i) or text
+            if any(call["function"]["name"] not in turn for call in message.get("tool_calls", ())):
+                raise _not_written(f"the tool calls of message {i}")
         if self.last_end and wanted[-1:] == [True] and spans[-1][1] == len(text) and not text.endswith(self.last_end):
             text += self.last_end  # no next turn: the model stops there, too
             spans[-1] = (spans[-1][0], len(text))
-        counts = [_unwritten(messages[i], rendering.written(i) or text) for i, yes in enumerate(wanted) if yes]
-        said, unwritten = (sum(column) for column in zip((0, 0), *counts, strict=True))
+        said = [line for i in learned for line in _lines(messages[i])]
+        unwritten = [line for i in learned for line in _lines(messages[i]) if line not in (rendering.written(i) or text)]
         thoughtless = sum(bool(_NO_THOUGHT.match(text, start, stop)) for start, stop in spans)
-        return Marked(text, spans, said, unwritten, thoughtless, self._unread(messages, text))
+        unread = self._unread(messages, text)
+        return Marked(text, spans, sum(map(len, said)), sum(map(len, unwritten)), thoughtless, unread)
 
     def written(self, chat: Chat, render: Callable[[list[Fields]], T]) -> tuple[T, list[Fields]]:
         """(what `render` makes of the messages, these): with lists of parts if the template takes them in all roles,
@@ -173,8 +171,7 @@ class _Style:
     def _turn(self, i: int, messages: list[Fields], rendering: Rendering) -> Span:
         """The characters of message i to train on. Raises BadRow if they cannot be located."""
         spans, opening, before = rendering.turns.get(i, []), None, messages[i - 1]["role"] if i else "user"
-        mixed = self._has_answers and any(message["role"] == "tool" for message in messages)
-        if len(spans) == 1 and not mixed:
+        if len(spans) == 1:
             (start, stop), text = spans[0], rendering.text
             written = text[start:stop]
             opening = next((opening for opening in self._openings(before) if written.startswith(opening)), None)
@@ -186,9 +183,7 @@ class _Style:
             if opening is None and before == "tool" and messages[i].get("tool_calls"):
                 opening = ""
         if opening is None:
-            raise BadRow(
-                f"the chat template writes message {i} (assistant) so that its text cannot be located; {_TAGS}"
-            )
+            raise _not_located(i)
         if self._ends[0].strip():
             return start + len(opening), start + len(written.rstrip())
         return start + len(opening), stop + next((len(s) for s in self._stops if text.startswith(s, stop)), 0)
@@ -196,22 +191,18 @@ class _Style:
     # ------------------------------------------------ checks
 
     def _check_written(self, messages: list[Fields], tools: list[Fields] | None, rendering: Rendering) -> None:
-        """Raises BadRow if a message is missing in the text. A message whose words are not in its turn, or that has
-        none, is looked for once more, with words in its place that are nowhere else. Of a leading system message a
-        note says so.
+        """Raises BadRow if a message is missing in the text. A message whose words are not in its turn is looked for
+        once more, with words in its place that are nowhere else. Of a leading system message a note says so.
         """
-        words = [(message.get("content") or "").strip() for message in messages]
-        marks = dict[int, str]()
+        marks = {}
         for i, message in enumerate(messages):
-            if message["role"] == "assistant" or not words[i] or (i == 0 and message["role"] == "system"):
-                continue
-            common = len(words[i]) < _TELLING or words.count(words[i]) > 1
-            turn = rendering.written(i) if i in rendering.turns else "" if common else rendering.text
-            if words[i] not in turn:
+            words = (message.get("content") or "").strip()
+            leads = i == 0 and message["role"] == "system"
+            if message["role"] != "assistant" and not leads and words not in rendering.written(i):
                 marks[i] = f"{PROBE}{i}{PROBE}"
         if not marks:
             return
-        absent = [i for i in marks if i not in rendering.turns and words[i] not in rendering.text]
+        absent = [i for i in marks if (messages[i].get("content") or "").strip() not in rendering.text]
         with suppress(BadRow):
             replaced = [m | ({"content": marks[i]} if i in marks else {}) for i, m in enumerate(messages)]
             other = self.template.render(replaced, tools)
@@ -262,8 +253,8 @@ class _Style:
         for reply in _replies()[:2]:
             with suppress(BadRow):  # twice: many templates write the last turn, with its thoughts, differently
                 rendering = self.template.render([_QUESTION, reply, _QUESTION, reply], self._tools)
-                turns = [span for i in (1, 3) for span in rendering.turns.get(i, ())]
-                for start, stop in rendering.generated if self.template.tags else turns:
+                spans = rendering.generated if self.template.tags else rendering.turns
+                for start, stop in (span for i in (-1, 1, 3) for span in spans.get(i, ())):
                     _, probe, after = rendering.text[start:stop].rpartition(PROBE)
                     if probe:
                         last = after
@@ -286,7 +277,7 @@ class _Style:
         """
         if role not in self._opening:
             befores = {
-                "tool": [[_QUESTION, *talk] for talk in _calls("?")],
+                "tool": [[_QUESTION, *talk] for talk in _calls()],
                 "assistant": [[_QUESTION, _REPLY]],
             }.get(role, [[{**_QUESTION, "role": role}]])
             openings = next(filter(None, map(self._openings_behind, befores)), [])
@@ -329,22 +320,13 @@ class _Style:
         or neither does.
         """
         texts = list[str]()
-        for call, _ in _calls("?"):
+        for call, _ in _calls():
             text = ""
             with suppress(BadRow):
                 text = self.template.text([_QUESTION, call], self._tools)
             plain = _ARGUMENT in text and f"'{_ARGUMENT}'" not in text and f'\\"{_ARGUMENT}' not in text
             texts.append(text if plain else "")
         return None if texts[0] == texts[1] else dict if texts[0] else str
-
-    @cached_property
-    def _has_answers(self) -> bool:
-        """Whether a turn of the assistant contains the answer of the tool that it called."""
-        for talk in _calls("Qz9"):
-            with suppress(BadRow):
-                result = self.template.render([_QUESTION, *talk, _REPLY], self._tools)
-                return any("Qz9" in result.written(i) for i in (1, 3))
-        return False
 
 
 # ---------------------------------------------------------------- probes
@@ -357,12 +339,12 @@ def _replies() -> list[Fields]:
     return [_PROBE, {**_PROBE, "content": f"<think>\n{PROBE}\n</think>\n\n{PROBE}"}, {**_PROBE, THOUGHTS[0]: PROBE}]
 
 
-def _calls(answer: str) -> list[list[Fields]]:
+def _calls() -> list[list[Fields]]:
     """A call and its answer, with arguments as an object and as JSON."""
     talks = list[list[Fields]]()
     for arguments in ({_ARGUMENT: 1}, json.dumps({_ARGUMENT: 1})):
         call = {"id": _ID, "type": "function", "function": {"name": PROBE, "arguments": arguments}}
-        tool = {"role": "tool", "name": PROBE, "tool_call_id": _ID, "content": answer}
+        tool = {"role": "tool", "name": PROBE, "tool_call_id": _ID, "content": "?"}
         talks.append([{"role": "assistant", "content": "", "tool_calls": [call]}, tool])
     return talks
 
@@ -394,25 +376,12 @@ def _with_parts(message: Fields, parts: bool) -> Fields:
 # ---------------------------------------------------------------- checks
 
 
-def _within(span: Span, other: Span) -> bool:
-    return other[0] <= span[0] and span[1] <= other[1]
-
-
 def _not_written(what: str, ways: str = _FILE) -> BadRow:
     return BadRow(f"the chat template does not write {what}; {ways}")
 
 
-def _check_calls(messages: list[Fields], wanted: list[bool], rendering: Rendering, tags: bool) -> None:
-    """Raises BadRow if a call is not written, or is to be trained and not in {% generation %}."""
-    for i, message in enumerate(messages):
-        if not message.get("tool_calls"):
-            continue
-        spans = rendering.turns.get(i) or [(0, len(rendering.text))]
-        if wanted[i] and tags:
-            spans = [block for block in rendering.generated if any(_within(block, span) for span in spans)]
-        written = "".join(rendering.text[start:stop] for start, stop in spans)
-        if any(call["function"]["name"] not in written for call in message["tool_calls"]):
-            raise _not_written(f"the tool calls of message {i}")
+def _not_located(i: int) -> BadRow:
+    return BadRow(f"the chat template writes message {i} (assistant) so that its text cannot be located; {_TAGS}")
 
 
 def _check_tools(tools: list[Fields] | None, text: str) -> None:
@@ -422,8 +391,7 @@ def _check_tools(tools: list[Fields] | None, text: str) -> None:
             raise _not_written(f"the tool {name!r}", f"{_FILE}, or leave them out: --map unused=tools")
 
 
-def _unwritten(message: Fields, turn: str) -> tuple[int, int]:
-    """(characters of a message, those that its turn lacks), compared by line."""
+def _lines(message: Fields) -> list[str]:
+    """What a message says, by line."""
     texts = [message.get("content"), thoughts_of(message)]
-    lines = [line.strip() for text in texts if isinstance(text, str) for line in _LINES.split(text)]
-    return sum(map(len, lines)), sum(len(line) for line in lines if line not in turn)
+    return [line.strip() for text in texts if isinstance(text, str) for line in _LINES.split(text)]

@@ -30,6 +30,7 @@ import numpy as np
 from trireme.engine.data.encode import Encoded, check, encode, size
 from trireme.engine.data.forms import Chat, Example
 from trireme.engine.data.read import BadRow
+from trireme.engine.data.template import ALPACA
 from trireme.engine.data.tokenizer import cut_marks, load_template, load_tokenizer, read_choice, standalone
 from trireme.models.config import InputError
 
@@ -245,7 +246,7 @@ class _Programs:
                 date=template.date,
                 template_notes=(*template.notes(False), *cuts),
                 tool_notes=(*template.notes(True), *cuts),
-                alpaca=template.speaks_alpaca,
+                alpaca=any(ALPACA in source for source in template.sources.values()),
             )
 
     def facts(self) -> Facts:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from datetime import datetime
@@ -43,11 +43,14 @@ class Rendering(NamedTuple):
 
     text: str
     turns: dict[int, list[Span]]  # of a message, what its turns of loops wrote, none empty
-    generated: list[Span]  # inside {% generation %}
+    generated: dict[int, list[Span]]  # the same inside {% generation %}; -1: of no message
 
     def written(self, message: int) -> str:
         """What the turns of a message wrote."""
-        return "".join(self.text[start:stop] for start, stop in self.turns.get(message, ()))
+        return self.joined(self.turns.get(message, ()))
+
+    def joined(self, spans: Iterable[Span]) -> str:
+        return "".join(self.text[start:stop] for start, stop in spans)
 
 
 class _Message(dict[str, Any]):
@@ -254,8 +257,8 @@ def thoughts_of(message: Fields) -> Any:
 
 def _read_marks(marked: str) -> Rendering:
     parts = list[str]()
-    turns, generated = dict[int, list[Span]](), list[Span]()
-    open_turns, open_blocks = list[tuple[int, int]](), list[int]()  # (message, start); start
+    turns, generated = dict[int, list[Span]](), dict[int, list[Span]]()
+    open_turns, open_blocks = list[tuple[int, int]](), list[tuple[int, int]]()  # (message, start)
     at = done = 0
     for mark in _MARK.finditer(marked):
         parts.append(marked[done : mark.start()])
@@ -263,10 +266,11 @@ def _read_marks(marked: str) -> Rendering:
         if mark[1]:
             open_turns.append((int(mark[1]), at))
         elif mark[0] == _GENERATION:
-            open_blocks.append(at)
-        elif mark[0] == _DONE:
-            generated += [(open_blocks.pop(), at)] if open_blocks else []
-        elif open_turns and (turn := open_turns.pop())[1] < at:
-            turns.setdefault(turn[0], []).append((turn[1], at))
+            open_blocks.append((open_turns[-1][0] if open_turns else -1, at))
+        else:
+            written, begun = (generated, open_blocks) if mark[0] == _DONE else (turns, open_turns)
+            message, start = begun.pop() if begun else (0, at)
+            if start < at:
+                written.setdefault(message, []).append((start, at))
     parts.append(marked[done:])
-    return Rendering("".join(parts), {message: sorted(turns[message]) for message in sorted(turns)}, sorted(generated))
+    return Rendering("".join(parts), turns, generated)

@@ -22,6 +22,7 @@ import numpy as np
 import tokenizers
 
 from trireme.engine.data.chat import ChatTemplate
+from trireme.engine.data.forms import Chat
 from trireme.engine.data.read import BadRow
 from trireme.engine.data.template import BUILT_IN
 from trireme.models.config import InputError
@@ -283,7 +284,7 @@ def load_template(
 def cut_marks(tokenizer: Tokenizer, template: ChatTemplate) -> list[str]:
     """A note on what looks like a special token in a template's text, and is none."""
     with suppress(BadRow):
-        text = template.text([{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}])
+        text = template.mark(Chat([{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}])).text
         marks = [mark for mark in dict.fromkeys(_MARKS.findall(text)) if tokenizer.core.token_to_id(mark) is None]
         if marks:
             return [f"the tokenizer has no tokens for {', '.join(marks[:3])} of the chat template, and cuts them up"]
