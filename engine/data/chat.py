@@ -143,7 +143,9 @@ class _Style:
             text += self.last_end  # no next turn: the model stops there, too
             spans[-1] = (spans[-1][0], len(text))
         said = [line for i in learned for line in _lines(messages[i])]
-        unwritten = [line for i in learned for line in _lines(messages[i]) if line not in (rendering.written(i) or text)]
+        unwritten = [
+            line for i in learned for line in _lines(messages[i]) if line not in (rendering.written(i) or text)
+        ]
         thoughtless = sum(bool(_NO_THOUGHT.match(text, start, stop)) for start, stop in spans)
         unread = self._unread(messages, text)
         return Marked(text, spans, sum(map(len, said)), sum(map(len, unwritten)), thoughtless, unread)
