@@ -18,7 +18,7 @@ def suits(q: Tensor, docs: Docs, window: int) -> bool:
     """Whether cuDNN is faster."""
     length, d = docs.lengths[0], q.shape[2]
     return (
-        d > 64
+        64 < d <= 256
         and d % 8 == 0
         and window == 0
         and length % 1024 == 0

@@ -19,8 +19,10 @@ def with_adapters(cfg: ModelConfig, rank: int) -> ModelConfig:
 
 
 def shaped(name: str, layers: int, rank: int, base: str) -> ModelConfig:
-    """A shape's first `layers` (0: all) with adapters, frozen matrices in `base` (quantized.BASES; "": as they are)."""
+    """A shape's first `layers` (0: all) with adapters, frozen matrices in `base` (quantized.BASES; "": as released)."""
     cfg = find_model(name)
+    if base:
+        cfg = replace(cfg, packing=None, packed=())
     if layers:
         cfg = replace(cfg, layers=cfg.layers[:layers])
     cfg = with_adapters(cfg, rank)
