@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from trireme.engine.amounts import compact, count, duration, percent
-from trireme.engine.run import config_file, report, screen
+from trireme.engine.run import config_file, page, screen
 from trireme.engine.run.options import Options
 from trireme.models.config import InputError
 from trireme.storage.files import replace_synced, sync_folder
@@ -27,7 +27,7 @@ Tracker = tuple[Callable[[Record], object], Callable[[], object]]  # (add, close
 LAST = 50  # steps from which the rest is estimated
 APART = 10.0  # seconds between lines of steps that stay
 DOUBLED, NOISE, FEWEST = 2.0, 2.0, 3  # the run diverges at twice the first loss and more than noise, in some steps
-KEPT = (*report.DRAWN, "step_time_s", "tokens", "trained_tokens", "eval_time_s")  # in memory, of each record
+KEPT = (*page.DRAWN, "step_time_s", "tokens", "trained_tokens", "eval_time_s")  # in memory, of each record
 HOW = "Log in with `wandb login`, or set WANDB_MODE=offline"
 SHOWN = {"ce": "ce", "kl": "kl", "accuracy": "accuracy", "rewards/accuracies": "accuracy", "rewards/margins": "margin"}
 
@@ -106,10 +106,10 @@ class Log:
         self.sync()
         os.close(self.fd)
 
-    def draw(self, facts: report.Facts) -> None:
+    def draw(self, facts: page.Facts) -> None:
         """Writes report.html."""
         try:
-            replace_synced(self.path.with_name("report.html"), report.page([*self.steps, *self.evals], facts).encode())
+            replace_synced(self.path.with_name("report.html"), page.page([*self.steps, *self.evals], facts).encode())
         except OSError as error:
             self._warn(error)
 

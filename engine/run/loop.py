@@ -34,7 +34,7 @@ from trireme.engine.planner.predict import predict
 from trireme.engine.planner.rates import Rates, each_machine
 from trireme.engine.queues.names import READS
 from trireme.engine.queues.trace import Span, perfetto
-from trireme.engine.run import config_file, folder, report, screen
+from trireme.engine.run import config_file, folder, page, report, screen
 from trireme.engine.run.after import hub, push
 from trireme.engine.run.evaluate import Evaluator, documents, with_reference
 from trireme.engine.run.folder import Folder
@@ -491,7 +491,7 @@ class Run:
         axis = f"loss of {o.method}" if o.method != "sft" else "loss (nats per token)"
         with self.training.watched("report"):
             examples = [job.data.example(k) for k in range(min(EXAMPLES, len(job.data.pieces)))]
-            self.log.draw(report.Facts(name, axis, self.lines, examples))
+            self.log.draw(page.Facts(name, axis, self.lines, examples))
 
     # ------------------------------------------------------------ the end
 

@@ -277,7 +277,6 @@ class Options(Reading, Method, Machine):
     rope_factor: Real = _data("extend the context by this factor (YaRN), in config.json too", real(1), scope="run")
     no_pack: bool = _data("do not pack: one row per sequence", SWITCH, False, "rows")
     max_samples: Whole = _data("use only the first N rows of each file of --data [all]", N, scope="rows")
-    show_example: int = _data("number of examples to print, with the trained part in [..]", FROM_0, 1)
 
     out: str = _output("output folder [the next free runs/NAME, with the checkpoint's name]", DIR, "", "call")
     store: Texts = _output("folders for training state, one on each drive [OUT/.run/store]", DIRS, (), "path host")

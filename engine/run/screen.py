@@ -19,61 +19,56 @@ from typing import TextIO
 from trireme.engine.amounts import compact, duration, gb
 from trireme.engine.planner.clock import Clock
 from trireme.storage.files import StoreError
-from trireme.storage.untrusted import LINE, displayed, shown
+from trireme.storage.untrusted import LINE, shown
 
 OUTPUT = "standard output"
 PIPE, TERMINAL = 10.0, 0.1  # seconds between two states of the live line
-PIPE_STEP = 60.0  # seconds between lines of one long step in a pipe
+STEP = {True: 1.0, False: 60.0}  # seconds between states of one long step, by is_live
 PATIENCE = 3.0  # seconds before progress of a part shows
 INDENT = 9  # width of a label
 COMMAND = re.compile(r"\b(?:python -m )?trireme [^;,()]*")  # users copy it: it is not divided
 LABEL = re.compile(r"(warning|error|note)(?=:)|[a-z]+( [a-z]+)?(?= {2,}\S)")
-BOLD, RED, YELLOW, PLAIN = "\x1b[1m", "\x1b[1;31m", "\x1b[1;33m", "\x1b[0m"
+BOLD, PLAIN = "\x1b[1m", "\x1b[0m"
+COLOURS = {"error": "\x1b[1;31m", "warning": "\x1b[1;33m"}
+
+
+def is_wide(character: str) -> bool:
+    """Whether a character takes two columns of a terminal."""
+    return unicodedata.east_asian_width(character) in "WF"
 
 
 def cells(text: str) -> int:
     """Columns of a terminal that a text takes."""
-    wide = sum(unicodedata.east_asian_width(c) in "WF" for c in text) if not text.isascii() else 0
-    return len(text) + wide - sum(unicodedata.combining(c) > 0 for c in text)
-
-
-def cut(text: str, width: int) -> str:
-    """The beginning of a text, at most `width` columns of it."""
-    while cells(text) > width:
-        text = text[: len(text) - max(1, (cells(text) - width) // 2)]
-    return text
+    return sum(1 + is_wide(c) - (unicodedata.combining(c) > 0) for c in text)
 
 
 def wrapped(line: str, width: int) -> str:
-    """A line divided between words, wide ones anywhere, for a terminal of this width; parts but the first are
+    """A line divided between words and before wide characters, for a terminal of this width; parts but the first are
     indented.
     """
     lines, space = [""], max(20, width - 1)
-    pieces = re.findall(r"\s*\S+", COMMAND.sub(lambda match: match[0].replace(" ", "\0"), line))
-    while pieces:
-        word = pieces.pop(0)
-        fits = space - cells(lines[-1])
-        if cells(word) > fits and (lines[-1].strip() or cells(word) > len(word)):
-            part = cut(word, fits) if cells(word) > len(word) else ""
-            lines[-1] += part
+    line = COMMAND.sub(lambda match: match[0].replace(" ", "\0"), line)
+    line = "".join(f"\x01{c}" if is_wide(c) else c for c in line)
+    for word in re.findall(r"\s*\x01?[^\s\x01]+", line):
+        part = word.replace("\x01", "")
+        if lines[-1].strip() and cells(lines[-1] + part) > space:
             lines.append(" " * INDENT)
-            pieces.insert(0, word[len(part) :].lstrip())
-        else:
-            lines[-1] += word
+            part = part.lstrip()
+        lines[-1] += part
     return "\n".join(lines).replace("\0", " ")
 
 
 def coloured(line: str) -> str:
     """A line wrapped for a terminal, with its label in bold or in the colour of what it warns of."""
-    colours, line = {"warning": YELLOW, "error": RED}, wrapped(line, shutil.get_terminal_size().columns)
-    return LABEL.sub(lambda match: f"{colours.get(match[0], BOLD)}{match[0]}{PLAIN}", line, count=1)
+    line = wrapped(line, shutil.get_terminal_size().columns)
+    return LABEL.sub(lambda match: f"{COLOURS.get(match[0], BOLD)}{match[0]}{PLAIN}", line, count=1)
 
 
 class Screen:
     """One stream of output; None: standard output. Used by one thread at a time."""
 
     def __init__(self, stream: TextIO | None = None):
-        self.stream, self.is_lost = stream, False
+        self.stream = stream
         self.line, self.drawn = "", -1e9
         self.counted, self.must_write = 0, True  # parts of work, watched for a hang; see forgive
         self.waits = False  # for a terminal that is held
@@ -84,17 +79,16 @@ class Screen:
 
     def write(self, text: str) -> None:
         """Raises StoreError and BrokenPipeError, until `forgive` is called."""
-        self.waits = True
+        self.waits, stream = True, self.stream or sys.stdout
         try:
-            if not self.is_lost:
-                stream = self.stream or sys.stdout
-                stream.write(text)
-                stream.flush()
+            stream.write(text)
+            stream.flush()
+        except BrokenPipeError:
+            if self.must_write:
+                raise
         except OSError as error:
             if self.must_write:
-                is_pipe = isinstance(error, BrokenPipeError)
-                raise error if is_pipe else StoreError(error.errno, error.strerror, OUTPUT) from None
-            self.is_lost = True
+                raise StoreError(error.errno, error.strerror, OUTPUT) from None
         finally:
             self.waits = False
 
@@ -112,11 +106,6 @@ def warn(line: str) -> None:
     say(f"warning: {line}")
 
 
-def text(piece: str) -> None:
-    """Prints text as it is, without a line end; on a terminal control characters are escaped."""
-    _screen.write(displayed(piece) if _screen.is_live else piece)
-
-
 def urgent(line: str) -> None:
     """Prints to standard error; also in a signal handler."""
     with suppress(OSError, RuntimeError, ValueError):  # a closed terminal; within another line
@@ -129,7 +118,8 @@ def show(line: str, final: bool = False) -> None:
     now, live = time.monotonic(), _screen.is_live
     if final or now - _screen.drawn >= (TERMINAL if live else PIPE):
         _screen.drawn, line = now, shown(line, LINE)
-        line = cut(line, shutil.get_terminal_size().columns - 1) if live else line
+        while live and cells(line) >= shutil.get_terminal_size().columns:
+            line = line[:-1]
         _screen.line = line if live and not final else ""
         _screen.write((f"\r\x1b[K{line}" if live else line) + "\n" * (final or not live))
 
@@ -203,15 +193,13 @@ def passing(what: str, expected: float | None) -> Iterator[None]:
     """Shows the seconds of something long that has no parts. Within, only `urgent` may print."""
     ended, began = threading.Event(), time.monotonic()
 
-    def tell() -> None:
-        due = PATIENCE if _screen.is_live else PIPE_STEP
-        while not ended.wait(1.0):
-            if (passed := time.monotonic() - began) > due:
-                due += 0 if _screen.is_live else PIPE_STEP
+    def watch() -> None:
+        while not ended.wait(STEP[_screen.is_live]):
+            if (passed := time.monotonic() - began) > PATIENCE:
                 of = f" of about {duration(expected)}" if expected and passed < expected else ""
                 show(f"{what}  {duration(passed)}{of}")
 
-    thread = threading.Thread(target=tell, daemon=True)
+    thread = threading.Thread(target=watch, daemon=True)
     thread.start()
     try:
         yield

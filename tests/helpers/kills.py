@@ -255,7 +255,7 @@ class Bench:
             *("--seq-len", "16" if data == "pairs.jsonl" else "32", "--batch-size", "4", "--micro-batch", "2"),
             *("--max-steps", "8", "--lr", "0.03"),
             *("--schedule", "constant", "--val", "0.1", "--eval-every", "3", "--save-every", "2", "--device", "cpu"),
-            *("--gpu-memory", "64MiB", "--ram", "64MiB", "--show-example", "0"),
+            *("--gpu-memory", "64MiB", "--ram", "64MiB"),
             *(("--store", str(store)) if store else ()),
             *(model if word == "MODEL" else word for word in (of.options if of else ())),
         ]
