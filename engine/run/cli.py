@@ -18,11 +18,11 @@ import sys
 import textwrap
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from trireme.engine.hosts.group import LostHost, Place, here, joined, place
 from trireme.engine.plan import DoesNotFit
@@ -55,40 +55,33 @@ WORDS |= {"chat": "sample", "generate": "sample", "inference": "sample", "evalua
 
 def command() -> int:
     """The console script: returns the exit code."""
-    _open_streams()
-    argv = sys.argv[1:]
-    if argv[:1] == ["sample"] and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.default_int_handler)  # Ctrl-C ends an answer
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
     with screen.to(None, process_began()):
-        code = main(argv)
+        code = main(sys.argv[1:])
     end_at_signals(code)
     return code
 
 
 def main(argv: Sequence[str]) -> int:
     """Returns the exit code."""
-    signals = (
-        nullcontext()
-        if list(argv[:1]) == ["sample"]
-        else stop_signals(_interrupt, lambda: screen.urgent("exited immediately"))
-    )
     out, at = "", Place()
     try:
-        with signals, ExitStack() as stack:
+        with ExitStack() as stack:
+            stack.enter_context(signals_of(argv))
             os.environ.update(ENVIRONMENT | os.environ)
             warnings.showwarning = lambda message, *_, **__: screen.warn(str(message))
             stack.enter_context(joined(at := place(), lambda why: _timed_out(why, folder.resumable(out))))
             if at.host:  # host 0 speaks for all
                 stack.enter_context(screen.to(stack.enter_context(Path(os.devnull).open("w"))))
+            os.environ.update(gpus_of(at))
             name, options = parse(argv)
             if name and at.hosts > 1:
                 raise InputError(f"trireme {name} runs on one host. Start it without torchrun.")
             if isinstance(options, Options):
-                named = folder.named(options)
-                of_first = here().texts(named.out)[0]
-                options = named if options.out else replace(named, out=of_first)
-                out = options.out
-                _take_gpus(options, at)
+                out = here().texts(folder.named(options).out)[0]  # of host 0
+                options = replace(options, out=out)
             module = importlib.import_module(MODULES[name])
             screen.clock().spent["imports"] += screen.clock().whole
             return int(module.run(options) or 0)
@@ -102,6 +95,25 @@ def main(argv: Sequence[str]) -> int:
         return code
     finally:
         _give_up_output()
+
+
+def signals_of(argv: Sequence[str]) -> AbstractContextManager[None]:
+    """A context in which signals stop the command as Ctrl-C stops Python. In `sample`, Ctrl-C ends an answer."""
+
+    def interrupt(_: int) -> None:
+        raise KeyboardInterrupt
+
+    if list(argv[:1]) != ["sample"]:
+        return stop_signals(interrupt, lambda: screen.urgent("exited immediately"))
+    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    return nullcontext()
+
+
+def gpus_of(at: Place) -> dict[str, str]:
+    """The environment in which a host sees only its own GPUs if several hosts are on one machine."""
+    names = os.environ.get("CUDA_VISIBLE_DEVICES", ",".join(map(str, range(at.local_hosts)))).split(",")
+    return {} if at.local_hosts == 1 else {"CUDA_VISIBLE_DEVICES": ",".join(names[at.local :: at.local_hosts])}
 
 
 def explained(error: BaseException) -> tuple[str, int]:
@@ -132,41 +144,13 @@ def _timed_out(why: str, run: str) -> None:
     leave(lambda: screen.urgent(f"error: {why.rstrip('.')}. {way}"))
 
 
-def _take_gpus(options: Options, at: Place) -> None:
-    """Lets a host see only its own GPUs if several hosts are on one machine. Raises InputError."""
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if at.local_hosts == 1 or options.device == "cpu" or visible == "":
-        return
-    if options.gpus == "all":
-        raise InputError(f"--gpus all: {at.local_hosts} hosts are on this machine. Give --gpus N, the number for each.")
-    first, last = at.local * int(options.gpus), (at.local + 1) * int(options.gpus)
-    names = visible.split(",") if visible is not None else [str(gpu) for gpu in range(last)]
-    os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(names[first:last])
-
-
-def _interrupt(_: int) -> None:
-    """Handles a signal as Python handles Ctrl-C."""
-    raise KeyboardInterrupt
-
-
-def _open_streams() -> None:
-    """Replaces closed streams by empty ones, and lets characters that cannot be encoded be replaced."""
-    nowhere = lambda: io.TextIOWrapper(io.FileIO(os.devnull, "w"))
-    sys.stdin = sys.stdin or io.TextIOWrapper(io.BufferedReader(io.FileIO(os.devnull)))
-    sys.stdout, sys.stderr = sys.stdout or nowhere(), sys.stderr or nowhere()
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="replace")
-
-
 def _give_up_output() -> None:
     """Drops text that cannot be written."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
         except OSError:
-            with Path(os.devnull).open("w") as nothing:
-                os.dup2(nothing.fileno(), stream.fileno())
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 # ---------------------------------------------------------------- arguments
@@ -195,38 +179,35 @@ def _values(command: str, cls: type[Base], argv: Sequence[str]) -> dict[str, Any
             version = next((f"trireme {d.version}" for d in metadata.distributions(name="trireme")), "not installed")
             print(version if word == "--version" else "\n".join(_help(command, cls)))
             raise SystemExit(0)
-        name, equals, value = word.lstrip("-").partition("=")
-        name = name.replace("-", "_")
-        takes = not equals and words and not words[0].startswith("--")
         if not word.startswith("-"):
             if not free:
                 way = f"See trireme {command} --help" if command else "Data is given with --data FILE, times as 30min"
                 raise InputError(f"{word} was not expected. {way}.")
             values[free.pop(0)] = word
-        elif name in known and known[name].metadata["parse"] is not bool:
-            if not equals and not takes and name != "resume":
-                way = "a rank: --lora 16 is usual" if name == "lora" else f"a value; one with dashes: {word}=VALUE"
-                raise InputError(f"{word} needs {way}.")
-            value = words.pop(0) if takes else value
-            values[name] = [*values.get(name, []), value] if known[name].metadata["repeat"] else value
-        elif name in known:
-            values[name] = value if equals else True
-        elif not command and aliases.is_known(name.replace("_", "-")):
-            foreign[name] = value if equals else words.pop(0) if takes else True
+            continue
+        name, equals, value = word.lstrip("-").partition("=")
+        name = name.replace("-", "_")
+        f, is_foreign = known.get(name), not command and name not in known and aliases.is_known(name.replace("_", "-"))
+        if f is None and not is_foreign:
+            near = [n for n in known if n.startswith(name)][:1] or difflib.get_close_matches(name, known, 1)
+            way = f"Did you mean {flag(near[0])}?" if near else "See --help."
+            raise InputError(f"unknown option {word.partition('=')[0]}. {way}")
+        is_switch = f is not None and f.metadata["parse"] is bool
+        if not (equals or is_switch or not words or words[0].startswith("--")):
+            value = words.pop(0)
+        elif not (equals or is_switch or is_foreign or name == "resume"):
+            way = "a rank: --lora 16 is usual" if name == "lora" else f"a value; one with dashes: {word}=VALUE"
+            raise InputError(f"{word} needs {way}.")
+        if f is None:
+            foreign[name] = value or "true"
         else:
-            _refuse(word, name, known, command)
+            values[name] = (
+                [*values.get(name, []), value] if f.metadata["repeat"] else True if is_switch and not equals else value
+            )
     theirs = aliases.translated(foreign) if foreign else {}
     if twice := theirs.keys() & values.keys():
         raise InputError(f"{flag(twice.pop())} is given twice, once by another name. Leave one out.")
     return values | theirs
-
-
-def _refuse(word: str, name: str, known: Mapping[str, Any], command: str) -> NoReturn:
-    """Raises InputError for an unknown option, with the nearest known one."""
-    names = {n: n for n in known} | ({} if command else {n.replace("-", "_"): f for n, f in aliases.FIELD_OF.items()})
-    near = [n for n in known if n.startswith(name)][:1] or difflib.get_close_matches(name, names, 1)
-    way = f"Did you mean {flag(names[near[0]])}?" if near else "See --help."
-    raise InputError(f"unknown option {word.partition('=')[0]}. {way}")
 
 
 def _help(command: str, cls: type[Base]) -> Iterator[str]:
@@ -264,10 +245,10 @@ def of_a_run(values: Mapping[str, Any]) -> Options:
         folder.check_resumable(run)
     path = run / "config.yaml" if run else Path(values["config"])
     text = here().texts("" if here().host else config_file.text_of(path))[0]  # of host 0
-    stored, length = config_file.read(path, text), {"epochs", "max_steps"}
+    stored, chosen = config_file.read(path, text)
+    length = {"epochs", "max_steps"}
     if length & values.keys():  # the length is given by one of them
         stored = {name: value for name, value in stored.items() if name not in length}
     options = Options.of({**stored, **values}, f"{path}: ")
-    if (chosen := config_file.chosen(text)) is not None:
-        options = replace(options, chosen=frozenset(chosen & stored.keys() | values.keys()))
+    options = replace(options, chosen=frozenset(chosen & stored.keys() | values.keys()))
     return replace(options, resume=str(run), out=str(run)) if run else options

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -32,19 +33,13 @@ def saved(options: Options) -> dict[str, Any]:
 
 def _plain(option: Mapping[str, Any], value: Any) -> Any:
     if isinstance(value, tuple):
-        return [_plain(option, each) for each in value]
+        return [_plain(option, part) for part in value]
     if value is None or value == "":
         return None
-    if "path" in option["kind"]:
-        return absolute(value, option["words"])
+    if "path" in option["kind"] and not re.fullmatch(option["words"], value):  # a path, a pattern or PATH:WEIGHT
+        is_on_hub = hub.model_name(value) or hub.data_name(value)
+        return value if is_on_hub else hub.written(os.path.abspath(value))  # noqa: PTH100 (keeps links)
     return str(value) if isinstance(value, Every) else f"{value}B" if option["parse"] is gib_size else value
-
-
-def absolute(path: str, words: str) -> str:
-    """A path, a pattern or PATH:WEIGHT as absolute path; `words`, and names on the hub, as they are."""
-    if re.fullmatch(words, path) or hub.model_name(path) or hub.data_name(path):
-        return path
-    return hub.written(os.path.abspath(path))  # noqa: PTH100 (keeps links)
 
 
 def write(options: Options) -> bytes:
@@ -63,44 +58,38 @@ def text_of(path: Path) -> str:
         raise InputError(f"{path}: no file of options: {why(error)}.") from None
 
 
-def read(path: Path, text: str) -> dict[str, Any]:
-    """The values in the text of a file, for Options.of. Raises InputError."""
+def read(path: Path, text: str) -> tuple[dict[str, Any], frozenset[str]]:
+    """The values in the text of a file, for Options.of, and the names that a user chose. Raises InputError."""
     try:
         values, wrong = yaml.safe_load(text), "no lines such as `batch-size: 16`"
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         values, wrong = None, " ".join(str(error).split())[:300]
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
         raise InputError(f"{path} is not YAML with options: {wrong}. Correct or restore it.")
-    return values if text.startswith(FIRST) else aliases.translated(values, f"{path}: ")
-
-
-def chosen(text: str) -> frozenset[str] | None:
-    """The names that the user chose, in the text of a run's file; None: of another file."""
-    lines = text.partition(REST)[0].splitlines()
-    return frozenset(line.partition(":")[0] for line in lines) & FIELDS.keys() if text.startswith(FIRST) else None
+    if not text.startswith(FIRST):
+        values = aliases.translated(values, f"{path}: ")
+        return values, frozenset(values)
+    return values, frozenset(line.partition(":")[0] for line in text.partition(REST)[0].splitlines()) & FIELDS.keys()
 
 
 def of_run(path: Path) -> Options | None:
     """The options of the run that wrote a model into `path`: its OUT, or OUT/best, OUT/step-N, OUT/merged."""
     for file in (path / "config.yaml", path.absolute().parent / "config.yaml"):
         if is_own(file):
-            return Options.of(read(file, text_of(file)), f"{file}: ")
+            return Options.of(read(file, text_of(file))[0], f"{file}: ")
     return None
 
 
 def is_own(path: Path) -> bool:
     """Whether a file is the config.yaml of a run."""
-    try:
-        with path.open(errors="replace") as file:
-            return file.readline() == FIRST
-    except OSError:
-        return False
+    with suppress(InputError):
+        return text_of(path).startswith(FIRST)
+    return False
 
 
 def changes(now: Options, before: Mapping[str, Any]) -> list[str]:
     """A line for each option that differs from `before`, which `saved` gave."""
-    words = lambda v: (
-        "not set" if v in (None, "", []) else (", ".join(map(str, v)) if isinstance(v, list) else str(v))[:500]
-    )
+    plain = lambda value: ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+    words = lambda value: "not set" if value in (None, "", []) else plain(value)[:500]
     both = [(name, value, before.get(name)) for name, value in saved(now).items()]
     return [f"{flag(name)} {words(value)}, was {words(was)}" for name, value, was in both if value != was]

@@ -215,7 +215,9 @@ def events(job: Job, done: int, steps_s: float | None) -> Events:
         evaluations=evaluations,
         held_out=job.eval_rows or n,
         reference=job.data.n_sequences + n if compares else 0,
-        exports=1 + (min(bests, snapshots) if job.forecast.kept else bests) + o.export_every.times(done, total, steps_s),
+        exports=1
+        + (min(bests, snapshots) if job.forecast.kept else bests)
+        + o.export_every.times(done, total, steps_s),
         snapshots=snapshots,
         samples=evaluations + 1 if job.opened.codec and not job.cfg.scores else 0,
         tokens=MAX_NEW,
