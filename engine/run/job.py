@@ -25,7 +25,7 @@ from trireme.engine.data.taught import PLACE
 from trireme.engine.hosts.group import here
 from trireme.engine.plan import DoesNotFit, Limits, Plan
 from trireme.engine.planner.forecast import Files, Forecast, Work
-from trireme.engine.planner.host import are_equal, choose_device, choose_gpus, drive_of, memory_limits, model_of
+from trireme.engine.planner.host import choose_device, choose_gpus, drive_of, memory_limits, model_of
 from trireme.engine.planner.machine import pinnable, this_machine
 from trireme.engine.planner.rates import Machine, assume, reserved
 from trireme.engine.run import config_file, folder, screen
@@ -135,19 +135,10 @@ class Job:
 
     def fixed(self, begun: Snapshot | None) -> Fixed:
         """What a resumed run keeps of this one; checksums of files are those that it began with."""
-        then, o = begun.fixed if begun else None, self.options
-        return Fixed(
-            self.plan,
-            o.batch_size,
-            self.rows,
-            o.seq_len or 0,
-            config_of(self.cfg),
-            tensors_of(self.source),
-            fingerprint(self.data),
-            self.date,
-            tuned.digest(self.launches),
-            *((dict(then.base), then.reference, then.teacher) if then else ({}, "", "")),
-        )
+        o, same = self.options, (config_of(self.cfg), tensors_of(self.source), fingerprint(self.data), self.date)
+        now = Fixed(self.plan, o.batch_size, self.rows, o.seq_len or 0, *same, launches=tuned.digest(self.launches))
+        then = begun.fixed if begun else now
+        return replace(now, base=dict(then.base), reference=then.reference, teacher=then.teacher)
 
 
 def make(o: Options, begun: Snapshot | None = None, by_rule: bool = False) -> Job:
@@ -159,12 +150,11 @@ def make(o: Options, begun: Snapshot | None = None, by_rule: bool = False) -> Jo
     fixed, clock, group = begun.fixed if begun else None, screen.clock(), here()
     check_options(o, begun)
     today = fixed.date if fixed else group.texts(date.today().isoformat())[0]
-    changed = f"--resume {o.out}: {{}} is not what the run began with. {{}}."
     with clock.at("headers"):
         opened = open_model(o, today)
         o = replace(o, labels=opened.labels, seq_len=sequence_length(o, opened.cfg))
         if fixed and (config_of(opened.cfg), tensors_of(opened.source)) != (fixed.config, fixed.tensors):
-            raise InputError(changed.format(o.model, "Name the checkpoint that it began with, as it was"))
+            raise changed(o, o.model, "Name the checkpoint that it began with, as it was")
     with clock.at("probe"):
         device, limits, assumed = computer(o, opened.cfg)
         launches = {} if assumed else tuned.stored(device)
@@ -178,13 +168,9 @@ def make(o: Options, begun: Snapshot | None = None, by_rule: bool = False) -> Jo
         data = read_data(o, opened)
     opened = in_wording(o, opened, data)
     if begun and data and fingerprint(data) != begun.fixed.data:
-        now, rows = (
-            config_file.saved(o),
-            [name for name, f in config_file.FIELDS.items() if "rows" in f.metadata["kind"]],
-        )
+        now, rows = config_file.saved(o), (n for n, f in config_file.FIELDS.items() if "rows" in f.metadata["kind"])
         other = ", ".join(flag(name) for name in rows if now[name] != begun.options.get(name))
-        way = f"Leave {other} out" if other else "Restore it, or train its result once it is finished"
-        raise InputError(changed.format("the data", way))
+        raise changed(o, "the data", f"Leave {other} out" if other else "Restore it, or train its result once finished")
     planner, stores = replace(planner, limits=less_tables(limits, data, o, opened.cfg)), folder.stores(o)
     o, work = with_work(o, data, room)
     if begun and work.steps < begun.progress.step:
@@ -197,8 +183,7 @@ def make(o: Options, begun: Snapshot | None = None, by_rule: bool = False) -> Jo
             machine = replace(machine, rates=replace(machine.rates, net=group.speed()))  # type: ignore[attr-defined]
     with clock.at("plan"):
         plan, machine = planner.search(work, files, limits, machine, stores, by_rule)
-        if group.hosts > 1:
-            plan = replace(Plan.of(json.loads(group.texts(json.dumps(asdict(plan)))[0])), host=group.host)
+        plan = replace(Plan.of(json.loads(group.texts(json.dumps(asdict(plan)))[0])), host=group.host)  # of host 0
     if opened.cfg.frozen and not (assumed or is_absent(o)):
         why = why_copied(opened.cfg, plan.dtype, opened.source, opened.stored, stores)
         files = replace(files, copied=f"copied: {why}" if why else "")
@@ -206,28 +191,28 @@ def make(o: Options, begun: Snapshot | None = None, by_rule: bool = False) -> Jo
     job = Job(o, opened, data, device, plan, limits, machine, work, files, today, launches)
     if data and group.hosts > 1:
         fixed = job.fixed(begun)
-        group.agree("data", {"--data": fixed.data}, "Copy host 0's")
-        group.agree("checkpoints", {"config": fixed.config, "tensors": fixed.tensors}, "Copy host 0's")
+        read = {"--data": fixed.data, "config.json": fixed.config, "tensors": fixed.tensors}
+        group.agree("data and checkpoints", read, "Copy host 0's")
     return job
+
+
+def changed(o: Options, what: str, way: str) -> InputError:
+    return InputError(f"--resume {o.out}: {what} is not what the run began with. {way}.")
 
 
 def check_options(o: Options, begun: Snapshot | None) -> None:
     """Raises InputError for options that do not go together, or that a resumed run cannot change."""
     stores, away = {Path(d).resolve() for d in o.store}, f"--shape {o.shape}" if o.shape else "--assume"
     shared = len(stores) < len(o.store) or stores & {Path(o.out or "?").resolve(), Path("/")}
-    compared = o.data and (o.export == "best" or o.patience)
+    of_adapter = o.rope_factor and (o.lora or o.adapter) and not o.merge
     table = [
         (not (o.model or o.shape), "no checkpoint given. Try: trireme CHECKPOINT --data FILE, or --demo, or --help."),
-        (o.shape and o.model, f"--shape {o.shape} plans for a model that is not here: leave {o.model} out."),
         ((o.shape or o.assume) and not o.dry_run, f"{away} plans for what is not here. Add --dry-run."),
         (not (o.data or o.dry_run), "no data given. Name it: --data FILE (.jsonl .json .csv .txt .parquet)."),
-        (compared and not o.val, "--export best and --patience need the loss on held-out data. Give --val."),
+        (o.data and o.export == "best" and not o.val, "--export best needs the loss on held-out data. Give --val."),
         (o.long == "split" and o.method != "sft", f"--long split: --method {o.method} reads whole answers. Take cut."),
         (shared, f"--store {','.join(o.store)}: name a folder of its own on each drive, and not --out."),
-        (
-            o.rope_factor and (o.lora or o.adapter) and not o.merge,
-            "--rope-factor of an adapter is in no file. Add --merge.",
-        ),
+        (of_adapter, "--rope-factor of an adapter is in no file. Add --merge."),
         (o.optimizer_mode == "backward" and o.max_grad_norm, "--optimizer-mode backward: Add --max-grad-norm 0."),
         (len(o.betas) != 2, "--betas takes two numbers."),
         (o.teacher and here().hosts > 1, "--teacher: runs with one are on one host. Start it without torchrun."),
@@ -322,27 +307,12 @@ def computer(o: Options, cfg: ModelConfig) -> tuple[torch.device, Limits, Machin
         limits = memory_limits(device, o.gpu_memory, o.ram, choose_gpus(o.gpus, device))
         if device.type == "cuda" and o.ram is None:
             limits = replace(limits, ram=int(min(limits.ram, pinnable(device))))
-        here().agree("GPUs", {"--device": model_of(device)}, "Unequal ones round differently: use equal ones")
-    limits = common_limits(o, limits, device)
+        limits = common_limits(o, limits, device)
     if limits.gpus > cfg.n_layers:
         raise InputError(f"--gpus {limits.gpus}: the model has {count(cfg.n_layers, 'block')}. Take as many at most.")
-    if device.type == "cuda" and (wrong := _unfit(cfg, o.dtype, device, assumed)):
-        raise InputError(wrong)
+    if device.type == "cuda":
+        _check_kernels(cfg, o.dtype, device, assumed)
     return device, limits, assumed
-
-
-def _unfit(cfg: ModelConfig, dtype: str, device: torch.device, assumed: Machine | None) -> str:
-    """Why no kernel of this GPU computes the model, or none can be compiled; "" if all can."""
-    from trireme.kernels.launch import widest_head  # late: Triton takes a second
-    from trireme.kernels.launcher import why_none
-
-    most = widest_head(torch.float32 if dtype == "fp32" else torch.bfloat16)
-    if cfg.widest_head > most:
-        return f"the model has heads of {cfg.widest_head}, and a GPU computes heads of {most}. Add --device cpu."
-    if cfg.fp8 and (assumed.rates.fp8 == 0 if assumed else torch.cuda.get_device_capability(device) < (8, 9)):
-        return "--dtype fp8: this GPU multiplies no fp8; Ada, Hopper and newer do. Leave it out."
-    why = "" if assumed else why_none()
-    return f"Triton compiles no kernel here ({why.rstrip('.')}). Install gcc and python3-dev." if why else ""
 
 
 def common_limits(o: Options, limits: Limits, device: torch.device) -> Limits:
@@ -350,12 +320,24 @@ def common_limits(o: Options, limits: Limits, device: torch.device) -> Limits:
     group = here()
     if group.hosts == 1:
         return limits
-    if limits.less and not are_equal(device, limits.gpus):
-        raise InputError("--gpus: unequal GPUs round differently, and hosts sum what they computed. Use equal ones.")
-    group.agree("GPUs", {"--gpus": limits.gpus}, "Give each as many")
-    ram = limits.ram if o.ram else limits.ram // group.local_hosts
-    room = limits.gpu - max(limits.less, default=0)  # a plan is of one host, and the same on all
+    same = {"--device": model_of(device), "--gpus": limits.gpus}
+    group.agree("GPUs", same, "Use equal ones, which round equally, as many on each")
+    ram, room = limits.ram if o.ram else limits.ram // group.local_hosts, limits.gpu - max(limits.less, default=0)
     return replace(limits, gpu=int(min(group.values(room))), ram=int(min(group.values(ram))), less=())
+
+
+def _check_kernels(cfg: ModelConfig, dtype: str, device: torch.device, assumed: Machine | None) -> None:
+    """Raises InputError if no kernel of this GPU computes the model, or none can be compiled."""
+    from trireme.kernels.launch import widest_head  # late: Triton takes a second
+    from trireme.kernels.launcher import why_none
+
+    most = widest_head(torch.float32 if dtype == "fp32" else torch.bfloat16)
+    if cfg.widest_head > most:
+        raise InputError(f"the model has heads of {cfg.widest_head}, a GPU computes heads of {most}. Add --device cpu.")
+    if cfg.fp8 and (assumed.rates.fp8 == 0 if assumed else torch.cuda.get_device_capability(device) < (8, 9)):
+        raise InputError("--dtype fp8: this GPU multiplies no fp8; Ada, Hopper and newer do. Leave it out.")
+    if not assumed and (why := why_none()):
+        raise InputError(f"Triton compiles no kernel here ({why.rstrip('.')}). Install gcc and python3-dev.")
 
 
 # ---------------------------------------------------------------- how much is computed

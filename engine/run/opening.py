@@ -58,8 +58,14 @@ NEED = {
     **dict.fromkeys(("distill_weight", "temperature", "top_k"), "teacher"),
     **dict.fromkeys(("lora_alpha", "lora_targets", "rslora", "loraplus"), "lora"),
     **dict.fromkeys(("lora_dropout", "merge"), "lora adapter"),
+    "patience": "val",
 }
-WITHOUT = {"adapter": "lora freeze train", "lora": "freeze train", "teacher": "label_smoothing", "shape": "rope_factor"}
+WITHOUT = {
+    "adapter": "lora freeze train",
+    "lora": "freeze train",
+    "teacher": "label_smoothing",
+    "shape": "model rope_factor",
+}
 KINDS: Mapping[str, Kind] = {"sft": "", "kto": "labels", "reward": "rewards", "classify": "classes"}
 WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".ckpt"}
 ENDS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", CLASS)  # of names of transformers' classes
