@@ -51,7 +51,7 @@ MEANINGS: dict[str, dict[str, dict[str, Any]]] = {
     "torch-dtype": {"*bfloat16": {"dtype": "bf16"}, "*float32": {"dtype": "fp32"}},
     "log": {"none": {}}, "max_steps": {"-1": {}}, "gradient-accumulation-steps": {"1": {}},
     "schedule": {"constant_with_warmup": {"schedule": "constant"}},
-    "warmup-ratio": {"1*": {"warmup": 0.999999}}, "val patience keep eval_every neftune lora": ZERO,
+    "warmup-ratio": {"1*": {"warmup": 0.999999}}, "val patience keep neftune lora": ZERO,
 }
 # Keys (globs) that ask for nothing here: it is so anyway, or it changes nothing that is trained.
 NOTHING = """
@@ -62,44 +62,36 @@ NOTHING = """
     overwrite-* eval*-strategy *eval-batch-size *num-proc *num-workers log*-* strict
 """
 # fmt: on
-COMPUTED = ("gradient-accumulation-steps", "evals-per-epoch", "saves-per-epoch")
 FIELD_OF: dict[str, str] = {alias: name for name, names in NAMES.items() for alias in names.split()}
 FIELD_OF |= {name.replace("_", "-"): name for name in table(Options)}
-KNOWN = (*FIELD_OF, *COMPUTED, *" ".join(MEANINGS).split(), *NOTHING.split())
 EMPTY: tuple[Any, ...] = (None, "", [], {})
 
 
-def is_known(key: str) -> bool:
-    """Whether another trainer has an option of this name, without dashes, that is none here."""
-    return any(fnmatch(key, name) for name in KNOWN)
-
-
 def translated(values: Mapping[str, Any], where: str = "") -> dict[str, Any]:
-    """Values of our options, of the names and values of others. Raises InputError."""
+    """Values of our options, of the names and values of others; those of unknown names as they are. Raises
+    InputError.
+    """
     left = {key.replace("_", "-"): value for key, value in values.items() if value not in EMPTY}
     if _text(left.get("push-to-hub")) == "true":
         screen.say("note: push-to-hub is not read: --push OWNER/NAME uploads the result")
     try:
-        named, implied, refused = dict(_computed(left)), dict[str, Any](), list[str]()
+        named, implied = dict(_computed(left)), dict[str, Any]()
     except (TypeError, ValueError) as error:
         raise InputError(f"{where}{error}") from None
     for key, value in left.items():
-        name, text = FIELD_OF.get(key, ""), _text(value)
+        name, text = FIELD_OF.get(key, key.replace("-", "_")), _text(value)
         meanings = [of for keys, of in MEANINGS.items() if not {key, name}.isdisjoint(keys.split())]
         meaning = [ours for of in meanings for glob, ours in of.items() if fnmatch(text, glob)]
-        is_switch = bool(name) and table(Options)[name].metadata["parse"] is bool
-        is_off = text == "false" and not is_switch and (name or not meanings)
+        is_option = key in FIELD_OF
+        is_switch = is_option and table(Options)[name].metadata["parse"] is bool
         if meaning and not (name == "adapter" and Path(str(value)).is_dir()):
             implied |= meaning[0]
-        elif name in named:
-            refused.append(f"{key} (it is given twice)")
-        elif name and not is_off:
-            named[name] = text == "true" if is_switch else value
-        elif not (is_off or any(fnmatch(key, glob) for glob in NOTHING.split())):
-            refused.append(f"{key} {text}")
-    if refused:
-        shown = ", ".join(word[:60] for word in refused[:10]) + f" and {len(refused) - 10} more" * (len(refused) > 10)
-        raise InputError(f"{where}these have no meaning here: {shown}. Leave them out, or see --help.")
+        elif (meanings and not is_option) or name in named:
+            raise InputError(
+                f"{where}{key} {text} has no meaning here, or is given twice. Leave it out, or see --help."
+            )
+        elif is_switch or not (text == "false" or any(fnmatch(key, glob) for glob in NOTHING.split())):
+            named[name] = {"true": True, "false": False}.get(text, value) if is_switch else value
     return {name: value for name, value in implied.items() if name != "lora" or "adapter" not in named} | named
 
 

@@ -171,7 +171,7 @@ def parse(argv: Sequence[str]) -> tuple[str, Base]:
 
 def _values(command: str, cls: type[Base], argv: Sequence[str]) -> dict[str, Any]:
     """The values of a command line as texts, by option; those of other trainers' options too."""
-    known, values, foreign, words = table(cls), dict[str, Any](), dict[str, Any](), list(argv)
+    known, values, words = table(cls), dict[str, Any](), list(argv)
     free = [name for name in ("model",) * (not command) + ("folder", "name") if name in known]
     while words:
         word = words.pop(0)
@@ -185,29 +185,23 @@ def _values(command: str, cls: type[Base], argv: Sequence[str]) -> dict[str, Any
                 raise InputError(f"{word} was not expected. {way}.")
             values[free.pop(0)] = word
             continue
-        name, equals, value = word.lstrip("-").partition("=")
-        name = name.replace("-", "_")
-        f, is_foreign = known.get(name), not command and name not in known and aliases.is_known(name.replace("_", "-"))
-        if f is None and not is_foreign:
-            near = [n for n in known if n.startswith(name)][:1] or difflib.get_close_matches(name, known, 1)
-            way = f"Did you mean {flag(near[0])}?" if near else "See --help."
-            raise InputError(f"unknown option {word.partition('=')[0]}. {way}")
-        is_switch = f is not None and f.metadata["parse"] is bool
-        if not (equals or is_switch or not words or words[0].startswith("--")):
-            value = words.pop(0)
-        elif not (equals or is_switch or is_foreign or name == "resume"):
-            way = "a rank: --lora 16 is usual" if name == "lora" else f"a value; one with dashes: {word}=VALUE"
-            raise InputError(f"{word} needs {way}.")
-        if f is None:
-            foreign[name] = value or "true"
-        else:
-            values[name] = (
-                [*values.get(name, []), value] if f.metadata["repeat"] else True if is_switch and not equals else value
-            )
-    theirs = aliases.translated(foreign) if foreign else {}
-    if twice := theirs.keys() & values.keys():
+        name, equals, text = word.lstrip("-").partition("=")
+        name, value = name.replace("-", "_"), text if equals else True
+        option = known[name].metadata if name in known else {"parse": None, "repeat": False}
+        if not equals and option["parse"] is not bool:
+            if words and not words[0].startswith("--"):
+                value = words.pop(0)
+            elif name in known and name != "resume":
+                way = "a rank: --lora 16 is usual" if name == "lora" else f"a value; one with dashes: {word}=VALUE"
+                raise InputError(f"{word} needs {way}.")
+        values[name] = [*values.get(name, []), value] if option["repeat"] else value
+    if command:
+        return values
+    ours, theirs = {n: v for n, v in values.items() if n in known}, {n: v for n, v in values.items() if n not in known}
+    theirs = aliases.translated(theirs)
+    if twice := theirs.keys() & ours.keys():
         raise InputError(f"{flag(twice.pop())} is given twice, once by another name. Leave one out.")
-    return values | theirs
+    return ours | theirs
 
 
 def _help(command: str, cls: type[Base]) -> Iterator[str]:
@@ -236,19 +230,19 @@ def _help(command: str, cls: type[Base]) -> Iterator[str]:
 
 def of_a_run(values: Mapping[str, Any]) -> Options:
     """The options of a run: those of the command, those of --config or of the run of --resume. Raises InputError."""
-    if not {"resume", "config"} & values.keys():
+    if not (values.get("resume") or values.get("config")):
         return Options.of(values)
-    run = Path(values["resume"] or folder.latest(Path("runs"))) if "resume" in values else None
-    if run and (other := {"config", "shape", "demo", "out"} & values.keys()):
-        raise InputError(f"{flag(other.pop())}: a resumed run has its own. Leave it out.")
-    if run and not here().host:
-        folder.check_resumable(run)
-    path = run / "config.yaml" if run else Path(values["config"])
+    path, resume = Path(str(values.get("config"))), values.get("resume")
+    if resume:
+        if other := {"config", "shape", "demo", "out"} & values.keys():
+            raise InputError(f"{flag(other.pop())}: a resumed run has its own. Leave it out.")
+        run = folder.latest(Path("runs")) if resume is True else Path(resume)
+        if not here().host:
+            folder.check_resumable(run)
+        path, values = run / "config.yaml", {**values, "resume": str(run), "out": str(run)}
     text = here().texts("" if here().host else config_file.text_of(path))[0]  # of host 0
     stored, chosen = config_file.read(path, text)
-    length = {"epochs", "max_steps"}
-    if length & values.keys():  # the length is given by one of them
-        stored = {name: value for name, value in stored.items() if name not in length}
+    if {"epochs", "max_steps"} & values.keys():  # the length is given by one of them
+        stored = {name: value for name, value in stored.items() if name not in ("epochs", "max_steps")}
     options = Options.of({**stored, **values}, f"{path}: ")
-    options = replace(options, chosen=frozenset(chosen & stored.keys() | values.keys()))
-    return replace(options, resume=str(run), out=str(run)) if run else options
+    return replace(options, chosen=frozenset(chosen & stored.keys() | values.keys()))

@@ -168,9 +168,7 @@ def make(o: Options, begun: Snapshot | None = None, by_rule: bool = False) -> Jo
         data = read_data(o, opened)
     opened = in_wording(o, opened, data)
     if begun and data and fingerprint(data) != begun.fixed.data:
-        now, rows = config_file.saved(o), (n for n, f in config_file.FIELDS.items() if "rows" in f.metadata["kind"])
-        other = ", ".join(flag(name) for name in rows if now[name] != begun.options.get(name))
-        raise changed(o, "the data", f"Leave {other} out" if other else "Restore it, or train its result once finished")
+        raise changed(o, "the data", "Restore it, or train its result once it is finished")
     planner, stores = replace(planner, limits=less_tables(limits, data, o, opened.cfg)), folder.stores(o)
     o, work = with_work(o, data, room)
     if begun and work.steps < begun.progress.step:
@@ -220,8 +218,8 @@ def check_options(o: Options, begun: Snapshot | None) -> None:
     now, before = (config_file.saved(o), begun.options) if begun else ({}, {})
     for name, f in config_file.FIELDS.items() if begun else ():
         was = before.get(name)
-        changed = "run" in f.metadata["kind"] and getattr(o, name) != f.default and now[name] != was
-        table.append((changed, f"{flag(name)} {now.get(name)}: the run began with {was or 'none'}. Leave it out."))
+        is_other = "run" in f.metadata["kind"] and now[name] not in (None, [], was)
+        table.append((is_other, f"{flag(name)} {now.get(name)}: the run began with {was or 'none'}. Leave it out."))
     if wrong := next((line for is_wrong, line in table if is_wrong), ""):
         raise InputError(wrong)
     check_method(o)

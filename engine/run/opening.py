@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import closing
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
@@ -94,8 +93,7 @@ def open_model(o: Options, date: str | None) -> Opened:
     cfg = replace(cfg, fp8=o.dtype == "fp8", teaching=teaching_of(o, cfg.vocab), smoothing=smoothing)
     cfg = with_head(o, cfg, len(names))
     if o.router_aux and (cfg.experts is None or cfg.names.mlp.correction):
-        why = "the model's experts are balanced by a bias" if cfg.experts else "the model has no experts"
-        raise InputError(f"--router-aux: {why}. Leave it out.")
+        raise InputError("--router-aux: the model has no experts, or a bias balances them. Leave it out.")
     adapter = read_adapter(Path(o.adapter), cfg) if o.adapter else None
     if adapter or o.lora:
         cfg = adapted(cfg, lora_of(o, cfg, adapter))
@@ -148,14 +146,10 @@ def in_wording(o: Options, opened: Opened, data: Dataset | None) -> Opened:
     """`opened` with a chat template for the output if rows of alpaca were read in their own wording: then `sample` and
     other programs ask as the rows do.
     """
-    is_alpaca = data is not None and any("alpaca" in file.meta["forms"] for file in data.report.files)
-    if not is_alpaca or opened.codec is None or opened.codec.facts.template:
+    codec, files = opened.codec, data.report.files if data else ()
+    if codec is None or codec.facts.template or not any("alpaca" in file.meta["forms"] for file in files):
         return opened
-    codec = load_codec(o.tokenizer or o.model, "alpaca")
-    assert codec is not None
-    with closing(codec):
-        source = as_written(replace(o, chat_template="alpaca"), opened.cfg, opened.source, codec)
-    return replace(opened, source=source)
+    return replace(opened, source=as_written(replace(o, chat_template="alpaca"), opened.cfg, opened.source))
 
 
 def is_absent(o: Options) -> bool:
@@ -235,14 +229,14 @@ def class_names(o: Options, raw: dict[str, Any]) -> tuple[str, ...]:
     if o.method != "classify":
         return ()
     there = labels_of(raw, o.model)
-    if known := names_in(raw, there) if there > 1 else ():
+    known = names_in(raw, there) if there > 1 else ()
+    if known:
         check_problem(raw, o.model)
-        if o.labels and known != o.labels:
-            raise InputError(f"--labels: the checkpoint is a classifier of {','.join(known)[:200]}. Leave it out.")
-        return known
-    names = o.labels or (find_labels(o.data, o.map) if o.data else ())
+    names = known or o.labels or (find_labels(o.data, o.map) if o.data else ())
     if not names:
         raise InputError("--method classify: how many classes? No --data names them. Give --labels N, or their names.")
+    if o.labels and names != o.labels:
+        raise InputError(f"--labels: the checkpoint is a classifier of {','.join(known)[:200]}. Leave it out.")
     return names
 
 
@@ -266,12 +260,11 @@ def pad_of(o: Options, codec: Codec | None) -> int | None:
 
 def _notes(o: Options, raw: Mapping[str, Any], cfg: ModelConfig, adapter: Adapter | None) -> Iterator[str]:
     """What config.json names and is not used; what one may not expect of --adapter."""
-    code, names = raw.get("auto_map"), raw.get("architectures")
+    names = raw.get("architectures")
     named = str(names[0])[:80] if isinstance(names, list) and names else ""
-    if isinstance(code, dict) and any(name.startswith("AutoModel") for name in code):
-        yield f"config.json refers to custom code, which is never run: it is read as transformers' {cfg.model_type}"
-    elif named and not named.endswith(ENDS):
-        yield f"config.json names {named}: it is read as transformers' language model {cfg.model_type}"
+    if raw.get("auto_map") or (named and not named.endswith(ENDS)):
+        what = "custom code, which is never run" if raw.get("auto_map") else named
+        yield f"config.json names {what}: it is read as transformers' language model {cfg.model_type}"
     if adapts_experts(cfg):
         stacked = "peft; vLLM, SGLang and llama.cpp read --expert-adapters separate"
         readers = stacked if o.expert_adapters == "stacked" else "vLLM, SGLang and llama.cpp"

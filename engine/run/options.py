@@ -1,11 +1,11 @@
 """Every option of every command: one field each, with its help, kind of value and scope. Imports no torch.
 
-Scopes: `path`, made absolute where it is saved; `rows` (decides what the rows are) and `run`, not changed by --resume;
-`host`, of this machine; `call`, of this call alone, not saved.
+Scopes: `path`, made absolute where it is saved; `run`, not changed by --resume; `call`, of this call alone, not saved.
 """
 
 from __future__ import annotations
 
+import difflib
 import json
 import math
 import os
@@ -201,12 +201,14 @@ class Base:
         InputError.
         """
         known, parsed = table(cls), dict[str, Any]()
+        if unknown := [name for name in values if name not in known]:
+            near = difflib.get_close_matches(unknown[0], known, 1, 0.5)
+            way = f"Did you mean {flag(near[0])}?" if near else "Leave it out, or see --help."
+            raise InputError(f"{where}unknown option {', '.join(unknown)[:500]}. {way}")
         for name, value in values.items():
             try:
                 if value is not None:
                     parsed[name] = converted(known[name], value)
-            except KeyError:
-                raise InputError(f"{where}unknown option {name}. See --help.") from None
             except ValueError as error:
                 raise InputError(f"{where}{flag(name)}: {str(error).rstrip('.')}.") from None
         return cls(chosen=frozenset(parsed), **parsed)
@@ -233,14 +235,14 @@ def converted(f: Field[Any], value: Any) -> Any:
 class Reading(Base):
     """How rows are read: of a run, and of a finished model."""
 
-    map: Text = _data("names of your columns: prompt=question,completion=answer", MAP, scope="rows")
+    map: Text = _data("names of your columns: prompt=question,completion=answer", MAP, scope="run")
     seq_len: Whole = _data("tokens per sequence [2048, or the model's maximum if less]", integer(2), scope="run")
-    long: Text = _data("what to do with rows longer than --seq-len [text: split, else cut]", LONG, scope="rows")
-    skip_bad: bool = _data("skip and count rows that cannot be read, instead of stopping", SWITCH, False, "rows")
-    tokenizer: Text = _data("folder of another tokenizer", DIR, scope="path rows")
-    chat_template: Text = _data(TEMPLATE, FILE, scope="path rows", words="|".join(TEMPLATES))
-    system: Text = _data("system message of chats that have none", TEXT, scope="rows")
-    chat_template_kwargs: Text = _data('variables of the template: {"enable_thinking": false}', JSON, scope="rows")
+    long: Text = _data("what to do with rows longer than --seq-len [text: split, else cut]", LONG, scope="run")
+    skip_bad: bool = _data("skip and count rows that cannot be read, instead of stopping", SWITCH, False, "run")
+    tokenizer: Text = _data("folder of another tokenizer", DIR, scope="path")
+    chat_template: Text = _data(TEMPLATE, FILE, scope="path", words="|".join(TEMPLATES))
+    system: Text = _data("system message of chats that have none", TEXT, scope="run")
+    chat_template_kwargs: Text = _data('variables of the template: {"enable_thinking": false}', JSON, scope="run")
 
 
 @dataclass(frozen=True)
@@ -260,11 +262,11 @@ class Method(Base):
 class Machine(Base):
     """Where it is computed."""
 
-    device: str = _machine("device to compute on", choice("auto", "cuda", "cpu"), "auto", "host")
+    device: str = _machine("device to compute on", choice("auto", "cuda", "cpu"), "auto")
     dtype: str = _machine("number format of the computation [bf16 on a GPU, else fp32]", DTYPE, "auto", scope="run")
-    gpus: str | int = _machine("number of GPUs, or all; on a CPU they are emulated", or_word("all"), 1, "host")
-    gpu_memory: Whole = _machine("hard limit of each GPU, such as 24GiB [the free memory]", SIZE, scope="host")
-    ram: Whole = _machine("hard limit of this process [85 % of what it may use]", SIZE, scope="host")
+    gpus: str | int = _machine("number of GPUs, or all; on a CPU they are emulated", or_word("all"), 1)
+    gpu_memory: Whole = _machine("hard limit of each GPU, such as 24GiB [the free memory]", SIZE)
+    ram: Whole = _machine("hard limit of this process [85 % of what it may use]", SIZE)
 
 
 @dataclass(frozen=True)
@@ -273,13 +275,13 @@ class Options(Reading, Method, Machine):
 
     model: str = _data("Hugging Face checkpoint: a folder, or OWNER/NAME on the hub", DIR, "", "path")
     data: Texts = _data("files, folders or quoted patterns to train on; repeat it to mix", DATA, (), "path", words="-")
-    val: Text = _data("held-out data: a file, or a share of --data such as 0.02", FILE, None, "path rows", r"[\d.]+%?")
+    val: Text = _data("held-out data: a file, or a share of --data such as 0.02", FILE, None, "path", r"[\d.]+%?")
     rope_factor: Real = _data("extend the context by this factor (YaRN), in config.json too", real(1), scope="run")
-    no_pack: bool = _data("do not pack: one row per sequence", SWITCH, False, "rows")
-    max_samples: Whole = _data("use only the first N rows of each file of --data [all]", N, scope="rows")
+    no_pack: bool = _data("do not pack: one row per sequence", SWITCH, False, "run")
+    max_samples: Whole = _data("use only the first N rows of each file of --data [all]", N, scope="run")
 
     out: str = _output("output folder [the next free runs/NAME, with the checkpoint's name]", DIR, "", "call")
-    store: Texts = _output("folders for training state, one on each drive [OUT/.run/store]", DIRS, (), "path host")
+    store: Texts = _output("folders for training state, one on each drive [OUT/.run/store]", DIRS, (), "path")
     save_every: Every = _output("snapshots: every 500 (steps), 0.1 (of the run), 30min; never", WHEN, MINUTES_30)
     eval_every: Every = _output("evaluations on --val, in the same form", WHEN, Every(share=0.1))
     eval_tokens: Whole = _output("tokens of --val per evaluation [evaluations take a tenth of the run]", N)
@@ -288,7 +290,7 @@ class Options(Reading, Method, Machine):
     patience: Whole = _output("stop after N evaluations without improvement [never]", N)
     keep: int = _output("number of snapshots to keep", N, 1)
     keep_state: bool = _output("keep the state of a finished run, for --resume OUT --epochs N", SWITCH, False)
-    log: Texts = _output("also log to tensorboard, wandb; trace: a timeline of all tasks", LOGS, (), "host")
+    log: Texts = _output("also log to tensorboard, wandb; trace: a timeline of all tasks", LOGS, ())
     push: Text = _output("upload OUT to a private repository of the Hugging Face hub", HUB)
     resume: Text = _output("continue RUN, or the latest unfinished run in runs/", Value(str, "RUN"), scope="call")
     verbose: bool = _output("print all parts of the report, as a dry run does", SWITCH, False, "call")
@@ -324,10 +326,10 @@ class Options(Reading, Method, Machine):
     expert_adapters: str = _rare("of experts: stacked as in peft, separate for vLLM, llama.cpp", EXPERTS, "stacked")
     neftune: Real = _rare("NEFTune: noise on embeddings, up to X / sqrt(tokens x width)", X)
     max_grad_norm: float = _train("clip the global gradient norm; 0: no clipping", X, 1.0)
-    seed: int = _train("seed of the data's order, of noise and of dropout", SEED, 42, "rows")
+    seed: int = _train("seed of the data's order, of noise and of dropout", SEED, 42, "run")
 
     optimizer_mode: str = _rare("whether AdamW overlaps with backward or with the next forward", MODE, "auto")
-    plan: Text = _rare("use this plan, a JSON file, instead of searching for one", FILE, scope="path host")
+    plan: Text = _rare("use this plan, a JSON file, instead of searching for one", FILE, scope="path")
 
     config: Text = _instead("read options from a YAML file; the command line overrides them", FILE, scope="call")
     dry_run: bool = _instead("print report and plan, then stop; needs only config.json", SWITCH, False, "call")

@@ -35,7 +35,7 @@ REFUSED = [
     ("stories.txt --data stories.txt", 2, "stories.txt is a file", None),
     ("gguf --data stories.txt", 2, "gguf holds GGUF", None),
     (f"{RUN} --lora", 2, "--lora 16 is usual", f"{RUN} --lora 16 {SMALL}"),
-    (f"{RUN} --loar 8", 2, "--loar.*--lora", f"{RUN} --lora 8 {SMALL}"),
+    (f"{RUN} --loar 8", 2, "loar.*--lora", f"{RUN} --lora 8 {SMALL}"),
     (f"{RUN} --batch-size 0", 2, "--batch-size", None),
     (f"{RUN} --lr=-1", 2, "--lr", None),
     (f"{RUN} --epochs 0", 2, "--epochs.*greater than 0", None),
