@@ -211,7 +211,6 @@ def check_options(o: Options, begun: Snapshot | None) -> None:
         (o.long == "split" and o.method != "sft", f"--long split: --method {o.method} reads whole answers. Take cut."),
         (shared, f"--store {','.join(o.store)}: name a folder of its own on each drive, and not --out."),
         (of_adapter, "--rope-factor of an adapter is in no file. Add --merge."),
-        (o.optimizer_mode == "backward" and o.max_grad_norm, "--optimizer-mode backward: Add --max-grad-norm 0."),
         (len(o.betas) != 2, "--betas takes two numbers."),
         (o.teacher and here().hosts > 1, "--teacher: runs with one are on one host. Start it without torchrun."),
     ]

@@ -342,8 +342,8 @@ class Run:
         queues, number, began = training.queues, done.step + 1, time.perf_counter()
         moved = queues.moved.copy()
         queues.tracing = job.options.trace or number == self.warm or done.step % BOUND_EVERY == 0
-        rate, waiting = self.rate(number), screen.passing(f"step {number:,}/{job.total_steps:,}", self.step_s)
-        with screen.clock().at("steps"), training.watched(f"step {number:,}"), waiting:
+        rate = self.rate(number)
+        with screen.clock().at("steps"), training.watched(f"step {number:,}"):
             batch = ahead.take(done.step, number if number < job.total_steps else None)
             tokens = sum(mb.tokens for mb in batch)
             loads = [make_load(job.cfg, tokens, job.options.router_aux, device) for device in queues.devices]

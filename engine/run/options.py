@@ -164,7 +164,7 @@ LOGS, LABELS = several(one_of("tensorboard", "wandb", "trace"), "NAME[,NAME]"), 
 MAP, LONG = Value(text, "OURS=YOURS"), choice("cut", "drop", "split", "error")
 DTYPE, BASE = choice("auto", "bf16", "fp32", "fp8"), choice("nf4", "fp8", "mxfp4")
 FORMATS, EXPERTS = choice("bf16", "same"), choice("stacked", "separate")
-EXPORT, MODE = choice("last", "best"), choice("auto", "backward", "forward")
+EXPORT = choice("last", "best")
 MINUTES_30 = Every(seconds=1800.0)
 TEMPLATE = f"another chat template: a .jinja file, or {', '.join(TEMPLATES)}"
 ASSUMED = "dry run for another machine: gpu=rtx4090,ram=128GiB,ssd=2x2TB@7/5,bus=x8; ram=32,64GiB: a table"
@@ -328,7 +328,6 @@ class Options(Reading, Method, Machine):
     max_grad_norm: float = _train("clip the global gradient norm; 0: no clipping", X, 1.0)
     seed: int = _train("seed of the data's order, of noise and of dropout", SEED, 42, "run")
 
-    optimizer_mode: str = _rare("whether AdamW overlaps with backward or with the next forward", MODE, "auto")
     plan: Text = _rare("use this plan, a JSON file, instead of searching for one", FILE, scope="path")
 
     config: Text = _instead("read options from a YAML file; the command line overrides them", FILE, scope="call")

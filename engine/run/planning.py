@@ -11,7 +11,7 @@ from pathlib import Path
 from trireme.engine.amounts import rounded_up
 from trireme.engine.buffers import fits
 from trireme.engine.geometry import Geometry
-from trireme.engine.plan import MODES, DoesNotFit, Limits, Mode, Plan
+from trireme.engine.plan import DoesNotFit, Limits, Mode, Plan
 from trireme.engine.planner.advice import check_drive
 from trireme.engine.planner.choose import choose, first_plan
 from trireme.engine.planner.forecast import Files, Forecast, Work
@@ -63,9 +63,8 @@ class Planner:
 
     @property
     def _mode(self) -> Mode | None:
-        """When AdamW updates; None: not decided by the options."""
-        must_wait = self.options.max_grad_norm or self.hosts > 1  # until the norm is known
-        return next((mode for mode in MODES if mode == self.options.optimizer_mode), "forward" if must_wait else None)
+        """When AdamW updates, if it must wait until the gradients' norm is known; None: any."""
+        return "forward" if self.options.max_grad_norm or self.hosts > 1 else None
 
     @property
     def dtype(self) -> str:

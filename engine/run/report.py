@@ -43,6 +43,8 @@ def lines(job: Job) -> Iterator[str]:
     steps_s = job.total_steps * f.step.step_s if job.on_gpu else None
     writes = written(f, job.total_steps, events(job, 0, steps_s))
     yield from filter(None, [wear_warning(f, writes, steps_s)])
+    unmeasured = unmeasured_line(f, bool(o.assume)) if job.on_gpu else ""
+    tuned = f"{count(len(job.launches), 'kernel')} as tuned by check --tune" if job.launches else ""
     wear = wear_line(f, writes) if full or job.plan.uses("ssd") else ""
     for label, texts in {
         "model": _model(job),
@@ -51,15 +53,15 @@ def lines(job: Job) -> Iterator[str]:
         "example": map(str.strip, job.data.example(0).split("\n")) if job.read else [],
         "method": [_method(job)],
         "trained": trained_lines(job.cfg, {"--train": o.train, "--freeze": o.freeze}) if o.train or o.freeze else [],
-        "machine": _machine(job) if full or job.on_gpu else [],
+        "machine": [job.machine.describe(job.on_gpu), unmeasured, tuned] if full or job.on_gpu else [],
         "steps": [_steps(job)],
         "eval": _evaluations(job),
         "ssd": [wear],
         "disk": [f"{', '.join(dict.fromkeys([o.out, *o.store]))}: {disk_line(f)}"],
-        "memory": [] if full else [_memory(job)],
     }.items():
         yield from screen.labelled(label, list(filter(None, texts)))
-    yield from memory_lines(f, job.on_gpu) if full else []
+    memory = memory_lines(f, job.on_gpu)
+    yield from memory if full else [memory[0], *memory[-2:]]  # total and limit
     on_cpu = ["time     known after the second step: on a CPU it is measured"]
     yield from [*gpu_lines(f), f"ready    {ready_line(estimate(job))}"] if job.on_gpu else on_cpu
     yield from _notes(job)
@@ -124,14 +126,6 @@ def _method(job: Job) -> str:
     return f"{what}, AdamW{bits}, {rate}; compute in {job.plan.dtype.lower()}{fp8}"
 
 
-def _machine(job: Job) -> Iterator[str]:
-    yield job.machine.describe(job.on_gpu)
-    if job.on_gpu:
-        yield unmeasured_line(job.forecast, bool(job.options.assume))
-    if job.launches:
-        yield f"{count(len(job.launches), 'kernel')} as tuned by check --tune"
-
-
 def _steps(job: Job) -> str:
     work, n, o = job.work, job.plan.n_micro, job.options
     fewer = " (all there are)" if work.sequences < o.batch_size else ""
@@ -147,20 +141,6 @@ def _evaluations(job: Job) -> Iterator[str]:
         n, tokens = f.work.evaluations, f"{compact(f.work.held_out)} of {compact(held_out.tokens)} held-out tokens"
         s = evaluation_s(f, job.eval_rows or held_out.n_sequences)
         yield f"{n:,} on {tokens}{f', {duration(n * s)} in all' if job.on_gpu else ''} (--eval-every, --eval-tokens)"
-
-
-def _used(job: Job) -> tuple[int, int, int]:
-    """Bytes on the fullest GPU (on a CPU what stands for one), in RAM and on the SSD."""
-    rows = job.forecast.memory(all_gpus=not job.on_gpu).values()
-    gpu, ram, ssd = (sum(row[tier] for row in rows) for tier in ("gpu", "ram", "ssd"))
-    return gpu, ram, ssd
-
-
-def _memory(job: Job) -> str:
-    (gpu, ram, ssd), limits = _used(job), job.limits
-    used = f"{gib(gpu + ram)} of {gib(limits.both)} RAM"
-    used = f"{gib(gpu)} of {gib(limits.gpu)} GPU, {gib(ram)} of {gib(limits.ram)} RAM" if job.on_gpu else used
-    return f"{used}{f', {gb(ssd)} on the SSD' * bool(ssd)} (--verbose shows the parts)"
 
 
 def _notes(job: Job) -> Iterator[str]:
@@ -227,7 +207,8 @@ def events(job: Job, done: int, steps_s: float | None) -> Events:
 
 def figures(job: Job) -> dict[str, Any]:
     """The figures of the report, for `plan` in Python."""
-    f, (gpu, ram, ssd), step_s = job.forecast, _used(job), job.forecast.step.step_s
+    f, step_s, rows = job.forecast, job.forecast.step.step_s, job.forecast.memory(all_gpus=not job.on_gpu).values()
+    gpu, ram, ssd = (sum(row[tier] for row in rows) for tier in ("gpu", "ram", "ssd"))
     known = {
         "steps": job.total_steps,
         "tokens_per_step": f.work.tokens,

@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 import shutil
 import sys
-import threading
 import time
 import unicodedata
 from collections.abc import Callable, Iterator, Sequence
@@ -23,7 +22,6 @@ from trireme.storage.untrusted import LINE, shown
 
 OUTPUT = "standard output"
 PIPE, TERMINAL = 10.0, 0.1  # seconds between two states of the live line
-STEP = {True: 1.0, False: 60.0}  # seconds between states of one long step, by is_live
 PATIENCE = 3.0  # seconds before progress of a part shows
 INDENT = 9  # width of a label
 COMMAND = re.compile(r"\b(?:python -m )?trireme [^;,()]*")  # users copy it: it is not divided
@@ -186,23 +184,3 @@ def working(what: str, total: int, unit: str = "B") -> Iterator[Callable[[int], 
     finally:
         if _screen.line != line:
             clear()
-
-
-@contextmanager
-def passing(what: str, expected: float | None) -> Iterator[None]:
-    """Shows the seconds of something long that has no parts. Within, only `urgent` may print."""
-    ended, began = threading.Event(), time.monotonic()
-
-    def watch() -> None:
-        while not ended.wait(STEP[_screen.is_live]):
-            if (passed := time.monotonic() - began) > PATIENCE:
-                of = f" of about {duration(expected)}" if expected and passed < expected else ""
-                show(f"{what}  {duration(passed)}{of}")
-
-    thread = threading.Thread(target=watch, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()

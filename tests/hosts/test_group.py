@@ -245,12 +245,12 @@ def test_a_snapshot_of_another_version_is_one_of_its_own():
     assert HostSnapshot(0, [], Snapshot(1, 4, {"fixed": 1}, {}, {})).key == Key(4, 1, "")
 
 
-@pytest.mark.parametrize(("visible", "taken"), [(None, "2,3"), ("4,5,6,7", "6,7"), ("4,5,6", "6"), ("", "")])
+@pytest.mark.parametrize(("visible", "taken"), [(None, "1"), ("4,5,6,7", "5,7"), ("4,5,6", "5"), ("", "")])
 def test_hosts_of_one_machine_take_gpus_of_their_own(monkeypatch, visible, taken):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")  # to be as before afterwards
     if visible is None:
         del os.environ["CUDA_VISIBLE_DEVICES"]
     else:
         os.environ["CUDA_VISIBLE_DEVICES"] = visible
-    cli._take_gpus(Options(gpus=2), Place(1, 2, 1, 2))
-    assert os.environ["CUDA_VISIBLE_DEVICES"] == taken
+    assert cli.gpus_of(Place(1, 2, 1, 2)) == {"CUDA_VISIBLE_DEVICES": taken}
+    assert cli.gpus_of(Place(1, 2, 0, 1)) == {}
