@@ -12,7 +12,6 @@ from trireme.engine.hosts import group
 from trireme.engine.hosts.group import LostHost, Place
 from trireme.engine.hosts.host_snapshots import HostSnapshot, Key, last_common
 from trireme.engine.run import cli
-from trireme.engine.run.options import Options
 from trireme.models.config import InputError
 from trireme.storage.snapshots import Snapshot
 
