@@ -56,7 +56,7 @@ class ExpertKeys:
     scale: float = 1.0
     scale_key: str = ""  # "": 1
     leading: int | None = None  # layers at the beginning that are dense; None: not read
-    leading_key: str = "first_k_dense_replace"
+    leading_key: str = "first_k_dense_replace"  # "": none
     listed: bool = False  # mlp_layer_types comes first
     among: bool = False  # dense layers by decoder_sparse_step and mlp_only_layers
     dense: tuple[int, ...] = ()  # default of mlp_only_layers

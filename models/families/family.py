@@ -109,8 +109,11 @@ class Family:
     experts: ExpertKeys | None = None  # in place of the MLP
     single: bool = False  # a layer is a mixer or an MLP, by layers_block_type or hybrid_override_pattern
     scan: DeltaKeys | MambaKeys | None = None  # in place of attention in some layers
-    unadapted: tuple[str, ...] = ()  # linear layers for which peft has no adapters
+    unadapted: tuple[str, ...] = ()  # linear layers for which peft has no adapters, or whose names it does not find
     attention_gate: Literal["", "queries", "values", "heads"] = ""  # layers.Attention.gate
+    gate_key: str = ""  # key of it: heads, where it is true or per-head, or values, where it is per-element; "": none
+    gate_act: Literal["sigmoid", "softplus"] = "sigmoid"
+    heads_key: str = ""  # a number of heads for each layer; "": none
     packings: tuple[str, ...] = (  # accepted values of quant_method
         "fp8", "fbgemm_fp8", "compressed-tensors", "modelopt", "bitsandbytes",
     )  # fmt: skip

@@ -165,12 +165,32 @@ def _attentions(
     first = Attention(
         heads, kv_heads, head_dim, score, cap=scales.scores_cap, norm=family.qk_norm if normed else "",
         rope_first=family.rope_first, bias=flag(family.qkv_bias), o_bias=flag(family.o_bias),
-        gate=family.attention_gate, latent=latent, factor=scales.attention,
+        gate=_gate_of(keys, family), gate_act=family.gate_act, latent=latent, factor=scales.attention,
     )  # fmt: skip
+    counts = _heads_by_layer(keys, family, layers, heads, kv_heads)
     return [
-        replace(first, window=window, rope=rope, scale=score / (i + 1) if by_layer else score)
-        for i, (window, rope) in enumerate(zip(of_layers, ropes, strict=True))
+        replace(first, heads=own, window=window, rope=rope, scale=score / (i + 1) if by_layer else score)
+        for i, (own, window, rope) in enumerate(zip(counts, of_layers, ropes, strict=True))
     ], scales
+
+
+def _gate_of(keys: Keys, family: Family) -> Literal["", "queries", "values", "heads"]:
+    """layers.Attention.gate, by the family's key if it has one."""
+    if not family.gate_key:
+        return family.attention_gate
+    keys.refuse_unless(family.gate_key, (True, "per-head", "per-element"), True)
+    return "values" if keys.raw.get(family.gate_key) == "per-element" else "heads"
+
+
+def _heads_by_layer(keys: Keys, family: Family, layers: int, heads: int, kv_heads: int) -> list[int]:
+    """The query heads of each layer."""
+    found = keys.raw.get(family.heads_key)
+    if found is None:
+        return [heads] * layers
+    right = isinstance(found, list) and len(found) == layers
+    if not right or not all(type(n) is int and n > 0 and n % kv_heads == 0 for n in found):
+        raise keys.error(family.heads_key, f"a list of {layers} multiples of num_key_value_heads = {kv_heads}")
+    return list(found)
 
 
 def layers_of(keys: Keys, family: Family, width: int, layers: int, heads: int, positions: int) -> tuple[Layer, ...]:

@@ -251,6 +251,14 @@ KOLIBRI = MIXTURE.changed(
         ("moe.router.expert_bias", "mlp.gate.e_score_correction_bias"),
     ),
 )
+LAGUNA = MIXTURE.changed(
+    dict(qkv=(*SPLIT.mixer.qkv, "self_attn.g_proj")),
+    _gated("mlp.shared_expert") | dict(correction="mlp.experts.e_score_correction_bias"),
+    modules=(
+        ("mlp.experts.e_score_correction_bias", "mlp.gate.e_score_correction_bias"),
+        ("mlp.shared_expert.", "mlp.shared_experts."),
+    ),
+)
 LATENT = SPLIT.changed(
     dict(
         qkv=("self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa"), q_norm="self_attn.q_a_layernorm",

@@ -298,6 +298,22 @@ FAMILIES = {
         ),
         aliases={"num_local_experts": "num_experts"},
     ),
+    "laguna": Family(
+        "Laguna XS.2 (33B) and S (117B)",
+        names=names.LAGUNA, gate_key="gating", gate_act="softplus", heads_key="num_attention_heads_per_layer",
+        unadapted=tuple(f"mlp.shared_expert.{name}_proj" for name in ("gate", "up", "down")),
+        vocab=100352, n_heads=48, kv_heads=8, head_dim=128, ffn=8192, max_positions=131072, qk_norm="head",
+        theta=5e5, local_theta=1e4, partial=1.0, nested=True, rope_said=True, windows="pattern", window=512, period=1,
+        experts=ExpertKeys(
+            256, 8, 512, renormalise=True, sigmoid=True, scale_key="moe_routed_scaling_factor", listed=True, leading=1,
+            leading_key="", shared_width_key="shared_expert_intermediate_size", shared_width=512,
+        ),
+        aliases={"num_local_experts": "num_experts"},
+        only={
+            "attention_bias": (None, False), "partial_rotary_factor": (None, 1, 1.0),
+            "moe_router_logit_softcapping": (None, 0, 0.0), "moe_apply_router_weight_on_input": (None, False),
+        },
+    ),
     "mellum": Family(
         "Mellum 2",
         names=names.MIXTURE, kv_heads=4, head_dim=128, max_positions=131072, theta=5e5, local_theta=1e4, nested=True,

@@ -51,6 +51,7 @@ MAKERS = {
     "Baidu": "ernie4_5 ernie4_5_moe",
     "Arcee": "afmoe",
     "Aleph Alpha": "kolibri1",
+    "poolside": "laguna",
     "JetBrains": "mellum",
     "Google": "gemma gemma2 gemma3_text gemma4_text vaultgemma",
     "Microsoft": "phi3",

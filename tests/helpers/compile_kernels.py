@@ -196,6 +196,8 @@ def other_calls(dtype=BF16):
     norms.norm_bwd(x, x, w, stats, one, x, w)
     for pairs in (False, True):
         rope.rope_(x[..., :96], torch.zeros(8, 48), torch.zeros(8, 48), docs.positions, pairs=pairs)
+    for gates in (x, x[..., :1]):
+        gate.gate_bwd(gate.gate_fwd(x, gates, "softplus"), x, gates, gates, "softplus")
     for F in (14336, 20480):
         h, dy, bias = torch.zeros(N, 2 * F, dtype=dtype), torch.zeros(N, F, dtype=dtype), torch.zeros(F, dtype=dtype)
         for act in (Act(), Act("gelu"), Act("gelu", False), Act("exact gelu", False), Act("relu2", False)):
@@ -297,8 +299,7 @@ def scan_call(K, H, D, E, delta, dtype=BF16):
     scan.scan_bwd(o, q, k, v, g, g, docs, delta, skip, q, k, v)
     o, z = (t.reshape(N, H, E) for t in (o, z)) if delta else (o.view(N, K, -1), z.unflatten(1, (K, -1)))
     gated_norm_call(*o.shape[1:], not delta, not delta, dtype)
-    for own, act in ((z, "silu"), (z[..., :1], "softplus")):
-        gate.gate_bwd(gate.gate_fwd(o, own, act), o, own, own, act)
+    gate.gate_bwd(gate.gate_fwd(o, z, "silu"), o, z, z, "silu")
 
 
 def packed_calls():

@@ -131,6 +131,18 @@ AFMOE = MIXTURE | dict(num_hidden_layers=4, head_dim=12, sliding_window=5, num_s
 KOLIBRI = MIXTURE | dict(
     num_hidden_layers=5, head_dim=12, sliding_window=5, shared_expert_intermediate_size=32, norm_topk_prob=False
 )
+LAGUNA = MIXTURE | dict(
+    num_hidden_layers=3,
+    head_dim=16,
+    sliding_window=5,
+    shared_expert_intermediate_size=32,
+    layer_types=TYPES,
+    num_attention_heads_per_layer=[4, 6, 2],
+    moe_routed_scaling_factor=1.7,
+    rope_parameters=dict(
+        full_attention=YARN | dict(partial_rotary_factor=0.5), sliding_attention=ROPES["sliding_attention"]
+    ),
+)
 # name -> (model_type, keys of its config)
 CASES = {
     "gpt2": ("gpt2", GPT2),
@@ -268,6 +280,10 @@ CASES = {
     "kolibri1 tied, renormalised": ("kolibri1", KOLIBRI | PAIR | dict(
         num_hidden_layers=2, tie_word_embeddings=True,
         norm_topk_prob=True)),
+    "laguna": ("laguna", LAGUNA),
+    "laguna tied, gates of each value, heads of all": ("laguna", LAGUNA | dict(
+        num_hidden_layers=2, gating="per-element", num_attention_heads_per_layer=None, layer_types=TYPES[:2],
+        mlp_layer_types=["sparse"] * 2, tie_word_embeddings=True)),
     "minimax m2": ("minimax_m2", MIXTURE | dict(num_local_experts=6, intermediate_size=24, head_dim=12, rotary_dim=6)),
     "minimax m2 tied, whole heads": ("minimax_m2", MIXTURE | dict(
         num_local_experts=4, intermediate_size=24, tie_word_embeddings=True)),

@@ -38,7 +38,7 @@ def released(model_type: str, **keys) -> dict:
         found["layers_block_type"] = [SCAN, "moe", GLOBAL, "mlp"]
     found |= {"sliding_window": 5} if family.windows in ("all", "above", "pattern") else {}
     if family.windows == "pattern":
-        for name in ("layer_types", "layer_rope_theta"):
+        for name in ("layer_types", "layer_rope_theta", "num_attention_heads_per_layer"):
             found.pop(name, None)
     scaling = None if family.nested else found.pop("rope_parameters", None)
     return found | ({"rope_scaling": scaling} if scaling else {}) | keys

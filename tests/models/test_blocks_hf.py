@@ -96,7 +96,9 @@ def test_a_saved_folder_goes_through(case, tmp_path):
     assert all(torch.equal(t, state[name]) for name, t in reference.state_dict().items())
 
 
-@pytest.mark.parametrize("case", ["qwen3 moe", "minimax m2", "hy v3", "afmoe", "kolibri1", "granite moe", "nemotron 3"])
+@pytest.mark.parametrize(
+    "case", ["qwen3 moe", "minimax m2", "hy v3", "afmoe", "kolibri1", "laguna", "granite moe", "nemotron 3"]
+)
 def test_files_with_the_names_of_modules_go_through(case, tmp_path):
     """As transformers writes them of a model in parts, or where it is told to: a layer's experts in one, and so on."""
     reference, _ = oracle(*CASES[case])

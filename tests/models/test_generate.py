@@ -46,6 +46,7 @@ def units_of(tiny, asked=None):
         "flint",
         "afmoe",
         "kolibri1",
+        "laguna",
         "qwen2 window above",
         "qwen3",
         "granite",

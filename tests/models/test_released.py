@@ -65,7 +65,7 @@ COUNTS = dict(
     solar_open="n_routed_experts", dots1="n_routed_experts", minimax_m2="num_local_experts", exaone_moe="num_experts",
     hy_v3="num_experts", mellum="num_experts", qwen3_vl_moe_text="num_experts", glm4v_moe_text="n_routed_experts",
     ernie4_5_moe="moe_num_experts", afmoe="num_experts",
-    kolibri1="num_experts", granitemoe="num_local_experts", hunyuan_v1_moe="num_experts",
+    kolibri1="num_experts", laguna="num_experts", granitemoe="num_local_experts", hunyuan_v1_moe="num_experts",
 )  # fmt: skip
 TOP = dict(num_experts_per_tok=8)
 TOWER = dict(depth=1, hidden_size=16, intermediate_size=24, num_heads=2, patch_size=4, image_size=16)
@@ -147,6 +147,10 @@ RELEASED = {  # name -> ((config.json, layers), parameters as the name or the ca
         global_attn_every_n_layers=4, n_group=1, topk_group=1, rope_theta=10000), 26.1),  # one more layer is dense
     "Kolibri-1 78B-A4B": (mixture("kolibri1", 128000, 2560, None, 50, 48, 4, 512, 384, head_dim=128, sliding_window=513,
                                   shared_expert_intermediate_size=512, num_experts_per_tok=6), 78.1),
+    "Laguna XS.2 33B": (mixture("laguna", 100352, 2048, 8192, 40, 48, 8, 512, 256, head_dim=128, sliding_window=512,
+                                shared_expert_intermediate_size=512, rope_parameters=dict(
+                                    full_attention=dict(rope_type="default", rope_theta=5e5, partial_rotary_factor=0.5),
+                                    sliding_attention=dict(rope_type="default", rope_theta=1e4))), 33.2),
     "Mellum 2 12B": (mixture("mellum", 98304, 2304, 7168, 28, 32, 4, 896, 64, head_dim=128,
                              layer_types=["full_attention", "sliding_attention"], sliding_window=1024), 12.15),
     "ERNIE 4.5 0.3B": (sizes("ernie4_5", 103424, 1024, 3072, 18, 16, 2, head_dim=128, use_bias=False,

@@ -199,11 +199,12 @@ MIXTURES = ("qwen3 moe among dense layers", "qwen2 moe among dense layers", "mix
             "solar open", "dots1", "minimax m2", "exaone moe", "hy v3", "mellum, dense layers, no window",
             "granite moe", "ernie moe", "deepseek v2", "deepseek v3", "deepseek v32", "glm moe dsa, a shared index",
             "glm4 moe lite", "granite 4 hybrid with experts", "nemotron 3", "qwen3 next",
-            "qwen3.5 moe", "hunyuan moe", "gemma4, experts", "flint", "afmoe", "kolibri1")  # fmt: skip
+            "qwen3.5 moe", "hunyuan moe", "gemma4, experts", "flint", "afmoe", "kolibri1",
+            "laguna")  # fmt: skip
 
 
 # What peft 0.21 has no fused names for, and refuses where a dense or shared layer has the same names.
-ONLY_STACKED = ("qwen2 moe among dense layers", "hy v3", "nemotron 3", "qwen3.5 moe", "flint", "kolibri1")
+ONLY_STACKED = ("qwen2 moe among dense layers", "hy v3", "nemotron 3", "qwen3.5 moe", "flint", "kolibri1", "laguna")
 
 
 @pytest.mark.full
