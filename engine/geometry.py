@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple, TypeVar
 from trireme.engine.plan import Plan
 from trireme.models.config import ModelConfig
 from trireme.models.sizes import narrow, shapes
-from trireme.models.sizes.measure import temporaries
+from trireme.models.sizes.measure import rounding, temporaries
 from trireme.storage.layout import ALIGN, ITEMSIZE, Layout, pack, rank, round_up, sequential
 
 Part = Literal["all", "weights", "moments"]  # of an update
@@ -159,6 +159,7 @@ class Geometry:
         made = Counter[str]()  # codes by their order
         for t in self.decoded[u].tensors:
             made.update({part: t.nbytes for part in narrow.FP8 if t.name.endswith(part)})
+        packed = rounding(self.cfg, self.alike[u], ITEMSIZE[self.dtype]).moved or packed
         read = packed + 2 * ITEMSIZE[self.dtype] * made[narrow.ROWS]
         turned = 2 * (made[narrow.COLUMNS] - made[narrow.ROWS])  # of frozen ones
         forward = read + made[narrow.ROWS] + turned * self.cfg.names.in_out
@@ -166,8 +167,9 @@ class Geometry:
 
     @cached_property
     def quantized(self) -> tuple[bool, ...]:
-        """For each unit whether each pass quantizes some of its trained weights."""
-        return tuple(any(t.name.endswith(narrow.ROWS) for t in layout.tensors) for layout in self.decoded)
+        """For each unit whether each pass makes something of its trained weights: codes, or sums with packed ones."""
+        sums = bool(self.cfg.lora and self.cfg.lora.aware)
+        return tuple(any(sums or t.name.endswith(narrow.ROWS) for t in layout.tensors) for layout in self.decoded)
 
     @cached_property
     def stored(self) -> tuple[Layout, ...]:

@@ -73,6 +73,7 @@ class Lora:
     targets: tuple[str, ...]  # ends of module names, as q_proj
     scales: tuple[tuple[str, float], ...] = ()  # (module, its scale), where it is another than alpha / rank
     dropout: float = 0.0  # of adapters' inputs in training
+    aware: bool = False  # compute with packed matrices as they will be when adapters are merged (rounded.py)
 
     @property
     def scale(self) -> float:

@@ -8,6 +8,8 @@ Legend: M matrices of R x C numbers; S x T blocks of B x K numbers; G groups of 
 
 from __future__ import annotations
 
+from functools import cache
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -34,9 +36,13 @@ def encode(packing: Packing, values: np.ndarray, extent: float = 0.0) -> tuple[n
     if `needs_extent`. gpt-oss's experts are (M, in, out), whole ones. bf16 is given as uint16, E4M3 as uint8.
     """
     x = torch.from_numpy(values)
-    x = x.view(-1, *x.shape[-2:])
-    parts = {"nf4": _nf4, "fp4": _fp4, "e2m1": _e2m1, "e4m3": _e4m3, "int4": _int4}[packing.code](packing, x, extent)
+    parts = encoded(packing, x.view(-1, *x.shape[-2:]), torch.tensor([extent]))
     return tuple(_array(part.contiguous().view(-1)) for part in parts)
+
+
+def encoded(packing: Packing, x: Tensor, extent: Tensor) -> tuple[Tensor, ...]:
+    """The parts of x (M, R, C) fp32, as `encode`, of shapes that have their numbers in order. extent (M,) fp32."""
+    return {"nf4": _nf4, "fp4": _fp4, "e2m1": _e2m1, "e4m3": _e4m3, "int4": _int4}[packing.code](packing, x, extent)
 
 
 def _array(t: Tensor) -> np.ndarray:
@@ -45,27 +51,32 @@ def _array(t: Tensor) -> np.ndarray:
     return (t.view(torch.uint8) if t.dtype == torch.float8_e4m3fn else t).numpy()
 
 
-def _nf4(packing: Packing, x: Tensor, extent: float) -> tuple[Tensor, ...]:  # noqa: ARG001
+@cache
+def _middles(device: torch.device) -> Tensor:
+    return ((NF4[1:] + NF4[:-1]) / 2).to(device)
+
+
+def _nf4(packing: Packing, x: Tensor, extent: Tensor) -> tuple[Tensor, ...]:  # noqa: ARG001
     groups = pad(x.flatten(1), (0, -x[0].numel() % GROUP)).view(len(x), -1, GROUP)
     most = groups.abs().amax(2, keepdim=True)
-    codes = torch.bucketize(groups * (1 / most).nan_to_num(), (NF4[1:] + NF4[:-1]) / 2)
+    codes = torch.bucketize(groups * (1 / most).nan_to_num(), _middles(x.device))
     pairs = codes.flatten(1)[:, : x[0].numel()].to(torch.uint8).view(-1, 2)
     return pairs[:, 0] << 4 | pairs[:, 1], most
 
 
-def _e2m1(packing: Packing, x: Tensor, extent: float) -> tuple[Tensor, ...]:  # noqa: ARG001
+def _e2m1(packing: Packing, x: Tensor, extent: Tensor) -> tuple[Tensor, ...]:  # noqa: ARG001
     return _mxfp4(x.mT.contiguous(), packing.block[1])
 
 
-def _fp4(packing: Packing, x: Tensor, extent: float) -> tuple[Tensor, ...]:
+def _fp4(packing: Packing, x: Tensor, extent: Tensor) -> tuple[Tensor, ...]:
     if len(packing.parts) == 2:
         return _mxfp4(x, packing.block[1])
     groups = x.unflatten(2, (-1, packing.block[1]))  # (M, R, G, group)
-    of_all = torch.tensor(LARGEST_CODE * LARGEST_E2M1 / extent if extent else 1.0)
+    of_all = (LARGEST_CODE * LARGEST_E2M1 / extent.double()).float().where(extent > 0, 1.0).view(-1, 1, 1, 1)
     scales = groups.abs().amax(3, keepdim=True) / LARGEST_E2M1 * of_all
     scales = scales.clamp(max=LARGEST_CODE).to(torch.float8_e4m3fn)
     wide = scales.float()
-    scales = scales.where(wide > 0, torch.tensor(SMALLEST["F8_E4M3"]).to(scales.dtype))
+    scales = wide.where(wide > 0, SMALLEST["F8_E4M3"]).to(scales.dtype)
     codes = _in_e2m1(groups / (scales.float() / of_all))
     return codes, scales, of_all if packing.divides else 1 / of_all
 
@@ -88,36 +99,36 @@ def _in_e2m1(scaled: Tensor) -> Tensor:
     return pairs[:, 0] | pairs[:, 1] << 4
 
 
-def _e4m3(packing: Packing, x: Tensor, extent: float) -> tuple[Tensor, ...]:
+def _e4m3(packing: Packing, x: Tensor, extent: Tensor) -> tuple[Tensor, ...]:
     (B, K), (R, C), dtype = packing.block, x.shape[1:], packing.parts[1].dtypes[0]
     B, K = min(B, R), min(K, C)
     blocks = pad(x, (0, -C % K, 0, -R % B)).unflatten(2, (-1, K)).unflatten(1, (-1, B))  # (M, S, B, T, K)
     most = blocks.abs().amax((2, 4), keepdim=True)
-    if packing.block[0] == WHOLE and extent:
-        most = torch.full_like(most, extent)
-    one = torch.tensor(1.0)
+    if packing.block[0] == WHOLE:
+        of_all = extent.view(-1, 1, 1, 1, 1)
+        most = of_all.where(of_all > 0, most)
     if dtype in ("U8", "F8_E8M0"):
-        power = torch.ceil(torch.log2((most / LARGEST_CODE).where(most > 0, one)))
+        power = torch.ceil(torch.log2((most / LARGEST_CODE).where(most > 0, 1.0)))
         scale, stored = torch.exp2(power), (power + 127).to(torch.uint8)
         scaled = blocks / scale
     elif packing.parts[1].stored == "_scale_inv" and dtype == "F32":  # transformers multiplies by the inverse
-        inverse = (LARGEST_CODE / most).where(most > 0, one)
+        inverse = (LARGEST_CODE / most).where(most > 0, 1.0)
         scaled, stored = blocks * inverse, 1 / inverse
     else:
-        stored = (most / LARGEST_CODE).where(most > 0, one).to(DTYPE[dtype])
+        stored = (most / LARGEST_CODE).where(most > 0, 1.0).to(DTYPE[dtype])
         scaled = blocks / stored.float()
     codes = scaled.clamp(-LARGEST_CODE, LARGEST_CODE).to(torch.float8_e4m3fn).view(torch.uint8)
     return codes.flatten(3).flatten(1, 2)[:, :R, :C], stored
 
 
-def _int4(packing: Packing, x: Tensor, extent: float) -> tuple[Tensor, ...]:  # noqa: ARG001
+def _int4(packing: Packing, x: Tensor, extent: Tensor) -> tuple[Tensor, ...]:  # noqa: ARG001
     dtype, zeros = packing.parts[1].dtypes[0], len(packing.parts) == 3
     groups = x.unflatten(2, (-1, min(packing.block[1], x.shape[2])))  # (M, R, G, group)
     low, high = groups.amin(3, keepdim=True).clamp(max=0), groups.amax(3, keepdim=True).clamp(min=0)
     wide = (high - low) / LEVELS if zeros else torch.maximum(-low, high) / (LEVELS / 2)
     scales = wide.to(DTYPE[dtype])
-    scales = scales.where(scales != 0, torch.tensor(SMALLEST[dtype], dtype=scales.dtype))
-    least = -8 - low / wide.where(wide != 0, torch.tensor(1.0))
+    scales = scales.where(scales != 0, SMALLEST[dtype])
+    least = -8 - low / wide.where(wide != 0, 1.0)
     zero = least.clamp(-8, 7).round() if zeros else torch.zeros_like(low)
     codes = ((groups / scales.float() + zero).round().clamp(-8, 7) + 8).flatten(2)
     parts = _in_words(codes.unflatten(2, (-1, 8))), scales
@@ -129,4 +140,4 @@ def _int4(packing: Packing, x: Tensor, extent: float) -> tuple[Tensor, ...]:  # 
 
 def _in_words(numbers: Tensor) -> Tensor:
     """Eight numbers of the last dimension in an int32, the first in the lowest bits."""
-    return (numbers.long() << 4 * torch.arange(8)).sum(-1).to(torch.int32)
+    return (numbers.long() << 4 * torch.arange(8, device=numbers.device)).sum(-1).to(torch.int32)

@@ -34,6 +34,7 @@ class Adapters(NamedTuple):
     scales: tuple[float, ...]
     keys: tuple[int, ...] = ()  # of parts, below 2^31
     dropout: Dropout | None = None  # from `dropping`
+    merged: bool = False  # the layer's weight has them in it: only gradients are computed with them (rounded.py)
 
     @property
     def rank(self) -> int:
@@ -77,6 +78,8 @@ def down(x: Tensor, w: Adapters) -> tuple[Tensor, ...]:
 
 def add_(out_: Tensor, x: Tensor, w: Adapters, times: float = 1.0) -> None:
     """Adds times * scale * (x A^T) B^T to the columns of out_ (N, out) of each part, given x (N, in)."""
+    if w.merged:
+        return
     for h, b, (start, stop), scale in zip(down(x, w), w.b, w.columns, w.scales, strict=True):
         out_[:, start:stop].addmm_(h, b.T, alpha=times * scale)
 
@@ -89,6 +92,8 @@ def down_gradient(dy: Tensor, w: Adapters) -> Tensor:
 
 def add_backward_(dx_: Tensor, dh: Tensor, w: Adapters) -> None:
     """Adds the gradient of x to dx_ (N, in), given `down_gradient`."""
+    if w.merged:
+        return
     if w.dropout is None:
         dx_.addmm_(dh, w.a)
         return
@@ -128,6 +133,7 @@ class Stacked(NamedTuple):
     a: Tensor  # (E, R, in)
     b: Tensor  # (E, R, out)
     scale: float
+    merged: bool = False  # as in Adapters
 
     def down(self, x: Tensor, order: ops.Order, k: int = 0) -> Tensor:
         """x A^T by sorted row, (P, R), of sorted rows x (P, in), or with k > 0 of tokens x (N, in)."""
@@ -135,7 +141,13 @@ class Stacked(NamedTuple):
 
     def add_(self, out_: Tensor, x: Tensor, order: ops.Order, k: int = 0) -> None:
         """Adds to out_ (P, out)."""
-        out_.add_(ops.grouped_mm(self.down(x, order, k), self.b, order), alpha=self.scale)
+        if not self.merged:
+            out_.add_(ops.grouped_mm(self.down(x, order, k), self.b, order), alpha=self.scale)
+
+    def add_backward_(self, dx_: Tensor, dh: Tensor, order: ops.Order) -> None:
+        """Adds the gradient of x to dx_ (P, in), given `down_gradient`."""
+        if not self.merged:
+            dx_.add_(ops.grouped_mm(dh, self.a, order))
 
     def down_gradient(self, dy: Tensor, order: ops.Order, k: int = 0) -> Tensor:
         """The gradient of `down`, (P, R), given dy (P, out), or with k > 0 dy (N, out) by token."""

@@ -12,11 +12,13 @@ from torch import Tensor
 from trireme.kernels import ops
 from trireme.models import block, head
 from trireme.models.config import ModelConfig
+from trireme.models.families.names import adapter_names
 from trireme.models.linear import fuse
 from trireme.models.lora import dropping
 from trireme.models.mlps.experts import Passed
 from trireme.models.packed import decode
 from trireme.models.reader import EMPTY, Reader
+from trireme.models.rounded import decode_sum
 from trireme.models.rows import Pass, Rows
 from trireme.models.sizes import narrow, shapes
 
@@ -92,7 +94,11 @@ def make_codes(cfg: ModelConfig, u: int, views: dict[str, Tensor], out: dict[str
     for name in (name for name in packed if name in out):
         assert cfg.packing is not None
         packing = cfg.packing.of(name)
-        decode(packing, [views[name + part.suffix] for part in packing.parts], out[name])
+        parts = [views[name + part.suffix] for part in packing.parts]
+        if cfg.lora is not None and cfg.lora.aware and (at := _adapters(cfg, name, views)):
+            decode_sum(packing, parts, *at[:2], cfg.lora.scale_of(name.removesuffix(".weight")), out[name], at[2])
+        else:
+            decode(packing, parts, out[name])
     rows, columns = backward or not cfg.names.in_out, backward or cfg.names.in_out  # orders that the pass reads
     for group in narrow.fp8_groups(cfg, u):
         name = group[0][0]
@@ -104,3 +110,14 @@ def make_codes(cfg: ModelConfig, u: int, views: dict[str, Tensor], out: dict[str
             continue
         codes = ops.Quantized(out[name + narrow.SCALE][:1], out[name + narrow.ROWS], out[name + narrow.COLUMNS])
         ops.quantize(fuse(*(views[name] for name, _ in group)), rows, columns, codes)
+
+
+def _adapters(cfg: ModelConfig, name: str, views: dict[str, Tensor]) -> tuple[Tensor, Tensor, bool] | None:
+    """(A (E, R, in), B (E, R, out) of a matrix or those of experts, whether it is (out, in)); None: it has none."""
+    a, b = map(views.get, adapter_names(name.removesuffix(".weight")))
+    if a is None or b is None or cfg.lora is None:
+        return None
+    if not shapes.adapts_experts(f"{name}.lora_"):
+        return a[None], b.T[None], not cfg.names.in_out
+    by_expert = lambda t: t.view(-1, cfg.lora.rank, t.shape[1])
+    return by_expert(a), by_expert(b), not cfg.names.mlp.experts_in_out

@@ -64,7 +64,7 @@ class Reader:
         a, b = zip(*(map(self.__getitem__, adapter_names(name)) for name in adapted), strict=True)
         return Adapters(
             fuse(*a), b, tuple(columns[name] for name in adapted), tuple(map(self.lora.scale_of, adapted)),
-            tuple(map(part_key, adapted)),
+            tuple(map(part_key, adapted)), merged=self._merged(f"{names[0]}.weight"),
         )  # fmt: skip
 
     def stacked(self, name: str) -> Stacked | None:
@@ -73,4 +73,9 @@ class Reader:
         if a is None or b is None or self.lora is None:
             return None
         by_expert = lambda t: t.view(-1, self.lora.rank, t.shape[1])
-        return Stacked(by_expert(a), by_expert(b), self.lora.scale_of(name))
+        return Stacked(by_expert(a), by_expert(b), self.lora.scale_of(name), self._merged(name))
+
+    def _merged(self, name: str) -> bool:
+        """Whether a matrix is packed and is decoded with its adapter in it."""
+        packing = self.cfg.packing
+        return bool(self.lora and self.lora.aware and packing and name + packing.parts[0].suffix in self.views)

@@ -20,7 +20,7 @@ from trireme.engine.run.options import METHODS as ALL
 from trireme.engine.run.options import Method, Options, flag
 from trireme.engine.tuning.adapters import Adapter, adapts_experts, separate_names
 from trireme.engine.tuning.cached import cached
-from trireme.engine.tuning.chosen import adapted, chosen, folded, targets
+from trireme.engine.tuning.chosen import adapted, aware, chosen, folded, targets
 from trireme.engine.tuning.headed import check_problem, headed, names_in, pad_in, with_config
 from trireme.engine.tuning.packed_source import as_said, as_stored, as_trained, check_packing, outlined
 from trireme.engine.tuning.parts import open_checkpoint
@@ -56,7 +56,7 @@ OF_METHODS: Mapping[str, tuple[str, ...]] = {
 NEED = {
     **dict.fromkeys(("distill_weight", "temperature", "top_k"), "teacher"),
     **dict.fromkeys(("lora_alpha", "lora_targets", "rslora", "loraplus"), "lora"),
-    **dict.fromkeys(("lora_dropout", "merge"), "lora adapter"),
+    **dict.fromkeys(("lora_dropout", "merge", "merge_aware"), "lora adapter"),
     "patience": "val",
 }
 WITHOUT = {
@@ -114,6 +114,7 @@ def open_model(o: Options, date: str | None) -> Opened:
         cfg, source = quantized(cfg, source, o.base, stored)
         source = cached(source, Path(o.store[0])) if o.store and source.files else source
         stored = hf.sources(cfg, shapes)
+    cfg = aware(cfg, o.base) if o.merge_aware else cfg
     source = as_trained(cfg, source, stored)
     codec = load_codec(o.tokenizer or o.model, o.chat_template, date) if o.data and (o.tokenizer or o.model) else None
     source = as_written(o, cfg, source, codec, names)

@@ -322,7 +322,8 @@ class Options(Reading, Method, Machine):
     router_aux: float = _rare("weight of the load-balancing loss of experts; 0: none", X, 0.0)
     adapter: Text = _train("train this adapter further, a folder in peft's format", DIR, scope="path")
     merge: bool = _train("with adapters: also write OUT/merged, the model with the adapters added", SWITCH, False)
-    merge_format: str = _rare("of OUT/merged with a packed base: bf16, or same, as the base has them", FORMATS, "bf16")
+    merge_format: Text = _rare("of OUT/merged with a packed base: bf16; same as it [bf16; aware: same]", FORMATS)
+    merge_aware: bool = _rare("compute with packed matrices as --format same merges them", SWITCH, False, "run")
     expert_adapters: str = _rare("of experts: stacked as in peft, separate for vLLM, llama.cpp", EXPERTS, "stacked")
     neftune: Real = _rare("NEFTune: noise on embeddings, up to X / sqrt(tokens x width)", X)
     max_grad_norm: float = _train("clip the global gradient norm; 0: no clipping", X, 1.0)
@@ -390,7 +391,7 @@ class Merge(Base):
     folder: str = _data("the adapter", Value(text, "ADAPTER"), "")
     model: Text = _data("base of the adapter, if it has moved", DIR)
     out: str = _output("folder of the merged model", DIR, "")
-    format: str = _output("of matrices that a packed base has: bf16, or same, as the base has them", FORMATS, "bf16")
+    format: str = _output("of matrices of a packed base: bf16; same as it [bf16; of --merge-aware same]", FORMATS)
     expert_adapters: Text = _output("merge nothing: write the adapter with those of experts in this form", EXPERTS)
 
 

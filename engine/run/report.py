@@ -110,6 +110,7 @@ def _method(job: Job) -> str:
     what = "some tensors" if cfg.frozen else "all weights"
     what = f"LoRA, rank {lora.rank}, alpha {lora.alpha:g}, on {', '.join(lora.targets)}" if lora else what
     trained = compact(sum(Geometry.of(cfg, job.plan).numel))
+    what += ", computed as they will be merged" if lora and lora.aware else ""
     what += f"; {trained} parameters trained" if cfg.frozen else ""
     if job.preference:
         values = ", ".join(f"{name} {getattr(o, name):g}" for name in parameters(o.method))

@@ -353,7 +353,7 @@ class Training:
 
     def _merge(self) -> None:
         job, merged = self.job, self.job.out / "merged"
-        same = job.options.merge_format == "same"
+        same = (job.options.merge_format or ("same" if job.options.merge_aware else "bf16")) == "same"
         if job.options.merge and job.cfg.lora is not None:
             self.check_base(copied=True)
             try:

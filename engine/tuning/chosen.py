@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from itertools import groupby
@@ -12,6 +12,7 @@ from math import prod
 from trireme.engine.amounts import percent
 from trireme.models.config import InputError, Lora, ModelConfig
 from trireme.models.sizes import shapes
+from trireme.models.sizes.narrow import packed_groups
 
 NEAREST = 3  # names offered where a pattern matches none
 ALL = ("all", "all-linear")  # words of other trainers for every target
@@ -84,6 +85,27 @@ def adapted(cfg: ModelConfig, lora: Lora) -> ModelConfig:
         if not any(replace(lora, targets=(target,)).adapts(module) for module in modules):
             raise InputError(f"no linear layer of the blocks is called {target}; there are {', '.join(modules)}.")
     return replace(cfg, lora=lora, frozen=("*",))
+
+
+def aware(cfg: ModelConfig, base: str | None) -> ModelConfig:
+    """`cfg`, with its matrices as they are packed in the checkpoint, that computes with what `merge --format same` will
+    make of them. `base`: of --base. Raises InputError.
+    """
+    assert cfg.lora is not None
+    why = ""
+    if cfg.fp8 or cfg.lora.dropout:
+        why = "--dtype fp8 has other codes" if cfg.fp8 else "--lora-dropout drops inputs of adapters alone"
+    elif base or not any(map(cfg.lora.adapts, _packed(cfg))):
+        why = "--base packs in memory only" if base else "no packed matrix has an adapter"
+    if why:
+        raise InputError(f"--merge-aware: {why}. Leave one of them out.")
+    return replace(cfg, lora=replace(cfg.lora, aware=True))
+
+
+def _packed(cfg: ModelConfig) -> Iterator[str]:
+    """Modules that are packed."""
+    for name, _ in (tensor for u in range(cfg.n_units) for group in packed_groups(cfg, u) for tensor in group):
+        yield cfg.names.mlp.experts if ".experts." in name else name.removesuffix(".weight")
 
 
 def adaptable(cfg: ModelConfig) -> tuple[str, ...]:

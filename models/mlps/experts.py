@@ -41,12 +41,13 @@ from trireme.models.linear import (
 from trireme.models.lora import Stacked
 from trireme.models.mlps import shared
 from trireme.models.norm import Norm, Stats, norm, norm_backward
-from trireme.models.packed import Sliced, Stack, grouped_mm, whole
+from trireme.models.packed import whole
 from trireme.models.reader import Reader
 from trireme.models.rows import Pass
 from trireme.models.sizes import narrow
 from trireme.models.sizes.groups import DOWN, GATE_UP, expert_shape, up_name
 from trireme.models.sizes.narrow import experts_in_fp8
+from trireme.models.sliced import Sliced, Stack, grouped_mm
 
 
 class Slice(NamedTuple):
@@ -142,6 +143,7 @@ def _stack(read: Reader, spec: Experts, matrix: str) -> tuple[Stack, Tensor | No
         matrices = whole(packing, name, read.views)
         return matrices if names.experts_in_out else matrices.mT, bias
     assert packing is not None
+    packing = packing.of(name)
     parts = tuple(read[name + part.suffix] for part in packing.parts)
     out_in, at_once = not names.experts_in_out, narrow.at_once(read.cfg)
     return Sliced(packing, parts, expert_shape(read.layer, matrix), out_in, at_once), bias
@@ -187,7 +189,7 @@ def _read(p: Pass, w: ExpertWeights, x: Tensor, y: Tensor) -> tuple[Tensor, Stat
 
 def _sum(w: ExpertWeights, act: Tensor, weights: Tensor, order: ops.Order, k: int, *into: Tensor | None) -> Tensor:
     """Each token's weighted sum, (N, D) or (N, L); `into`: residual, out, carry and among of ops.combine."""
-    ranked = grouped_mm(act, w.down, order, bias=w.down_bias, fp8=w.fp8)
+    ranked = grouped_mm(act, w.down, order, bias=w.down_bias, fp8=w.fp8, adapters=w.down_adapters)
     if w.down_adapters is not None:
         w.down_adapters.add_(ranked, act, order)
     return ops.combine(ranked, order, k, weights, *into)
@@ -243,7 +245,7 @@ def _sums(
 
 
 def _up(w: ExpertWeights, y: Tensor, order: ops.Order, k: int, out: Tensor | None = None) -> Tensor:
-    gate_up = grouped_mm(y, w.up, order, k, out, w.up_bias, fp8=w.fp8)
+    gate_up = grouped_mm(y, w.up, order, k, out, w.up_bias, fp8=w.fp8, adapters=w.up_adapters)
     if w.up_adapters is not None:
         w.up_adapters.add_(gate_up, y, order, k)
     return gate_up
@@ -362,11 +364,11 @@ def _latent_out_backward(
 
 def _down_backward(w: ExpertWeights, order: ops.Order, k: int, dy: Tensor) -> tuple[Tensor, Tensor | None]:
     """(gradient of the activation (P, I), before the weights; with adapters of `down` that of x A^T (P, R))."""
-    d_act = grouped_mm(dy, w.down, order, k, back=True, fp8=w.fp8)
+    d_act = grouped_mm(dy, w.down, order, k, back=True, fp8=w.fp8, adapters=w.down_adapters)
     if w.down_adapters is None:
         return d_act, None
     d_down = w.down_adapters.down_gradient(dy, order, k)
-    d_act += ops.grouped_mm(d_down, w.down_adapters.a, order)
+    w.down_adapters.add_backward_(d_act, d_down, order)
     return d_act, d_down
 
 
@@ -374,11 +376,11 @@ def _up_backward(w: ExpertWeights, g: ExpertWeights, order: ops.Order, k: int, z
     """The gradient of what experts read, by sorted row (P, D) or (P, L); adds to g."""
     if isinstance(g.up, Tensor) and trained(g.up):
         ops.grouped_add_(g.up, z, d_gate_up, order, k)
-    d_rows = grouped_mm(d_gate_up, w.up, order, back=True, fp8=w.fp8)
+    d_rows = grouped_mm(d_gate_up, w.up, order, back=True, fp8=w.fp8, adapters=w.up_adapters)
     if w.up_adapters is not None:
         d_up = w.up_adapters.down_gradient(d_gate_up, order)
         _adapter_gradients_(w.up_adapters, g.up_adapters, z, d_up, d_gate_up, order, k)
-        d_rows += ops.grouped_mm(d_up, w.up_adapters.a, order)
+        w.up_adapters.add_backward_(d_rows, d_up, order)
     return d_rows
 
 

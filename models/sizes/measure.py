@@ -55,7 +55,8 @@ def temporaries(cfg: ModelConfig, u: int, tokens: int, itemsize: int, grad_items
     """
     exact = u in (0, cfg.n_units - 1)  # the head's rows of logits are no multiple of its tokens
     passes = _points(cfg, u, tokens, itemsize, grad_itemsize or itemsize, frozenset(), exact)
-    return int(max(_at(tokens, [(n, both[i].peak) for n, both in passes]) for i in (0, 1))) + SLACK
+    most = max(_at(tokens, [(n, both[i].peak) for n, both in passes]) for i in (0, 1))
+    return max(int(most), rounding(cfg, shapes.alike(cfg)[u], itemsize).peak) + SLACK
 
 
 def work(
@@ -101,6 +102,23 @@ def backward_flops(cfg: ModelConfig, u: int, tokens: int, pairs: int, kept: froz
     if kept is None and u:
         kept = frozenset(shapes.saved_of(cfg, shapes.unit(cfg, u), 1))
     return sum(work(cfg, u, tokens, pairs, kept=kept or frozenset())[1].flops.values())
+
+
+@lru_cache(CACHED)
+def rounding(cfg: ModelConfig, u: int, itemsize: int) -> Taken:
+    """What a pass takes to add a unit's adapters to packed matrices and to round them again: nothing unless Lora.aware.
+
+    Of experts that each product decodes it is among the unit's work.
+    """
+    watch, dtype = Watch(), NAMES[itemsize]
+    made = narrow.made_groups(cfg, u)[0] if cfg.lora and cfg.lora.aware else []
+    if made:
+        trained = [group for part in shapes.trained_parts(cfg, u) for group in part]
+        views = _memory(trained, dtype) | _memory(narrow.base_groups(cfg, u), dtype, narrow.own_dtypes(cfg, u))
+        out = _memory(made, dtype)
+        with watch.watching(views, out):
+            model.make_codes(cfg, u, views, out, backward=False)
+    return watch.taken
 
 
 Measured = list[tuple[int, tuple[Taken, Taken]]]  # (tokens, forward and backward)

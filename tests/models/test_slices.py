@@ -21,10 +21,11 @@ from trireme.kernels import ops
 from trireme.models import model
 from trireme.models.config import FP8, Lora, ModelConfig
 from trireme.models.families.packing import INT4_ZEROS, MXFP4, NF4, NVFP4
-from trireme.models.packed import DTYPE, Sliced, decode, grouped_mm
+from trireme.models.packed import DTYPE, decode
 from trireme.models.rows import make_rows, rope_tables
 from trireme.models.sizes import measure
 from trireme.models.sizes.narrow import may_be_sliced
+from trireme.models.sliced import Sliced, grouped_mm
 
 PACKINGS = {"mxfp4": MXFP4, "fp8": replace(FP8, block=(24, 20)), "nf4": NF4, "nvfp4": NVFP4,
             "int4": INT4_ZEROS}  # fmt: skip

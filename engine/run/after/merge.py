@@ -38,7 +38,7 @@ def run(o: Merge) -> None:
         return
     template = run.chat_template or (str(folder / TEMPLATE) if (folder / TEMPLATE).is_file() else None)
     source = opening.as_written(replace(run, model=base, merge=True, chat_template=template), cfg, source)
-    same = o.format == "same"
+    same = (o.format or ("same" if run.merge_aware else "bf16")) == "same"
     if isinstance(source, Packed) and not same:
         what = f"as the adapter changes matrices in {source.packing.word}, all become bf16; --format same keeps them so"
         screen.say(f"note: {source.folder}: {what}")

@@ -37,7 +37,7 @@ from trireme.engine.run.job import computer
 from trireme.engine.run.options import Eval, Machine, Options, Reading, Sample, flag, table
 from trireme.engine.tuning.adapters import Adapter
 from trireme.engine.tuning.base import CheckpointBase, why_copied
-from trireme.engine.tuning.chosen import adapted
+from trireme.engine.tuning.chosen import adapted, aware
 from trireme.engine.tuning.headed import names_in, pad_in
 from trireme.engine.tuning.packed_source import as_stored, check_packing
 from trireme.engine.tuning.parts import open_checkpoint
@@ -115,6 +115,8 @@ def open_finished(name: str, model: str | None = None) -> Finished:
     cfg = as_stored(cfg, source)
     adapter = read_adapter(path, cfg) if is_adapter else None
     cfg = replace(adapted(cfg, adapter.lora) if adapter else replace(cfg, frozen=("*",)), trains=False)
+    if adapter and run.merge_aware:
+        cfg = aware(cfg, None)
     labels = (run.labels if is_adapter else ()) or names_in(read_raw(base), cfg.scores)
     return Finished(str(path), base, cfg, source, adapter, run, tuple(labels))
 

@@ -1,0 +1,84 @@
+"""Packed matrices plus their adapters, rounded to the packing again: what `merge --format same` will make of them.
+
+With Lora.aware a run multiplies by them, and adapters get the gradients that they have in the plain sum, a
+straight-through estimator (Bengio et al., arXiv:1308.3432). Decoders and encoders are those of the merge.
+
+Legend: E experts, or one matrix; n packed matrices of R x C numbers for each, as gate and up; r rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from math import prod
+
+import torch
+from torch import Tensor
+
+from trireme.models.encoding import encoded, needs_extent
+from trireme.models.families.packing import MX, Packing
+from trireme.models.packed import decode, in_file_order
+
+STRIP = 1 << 22  # numbers that are in fp32 at a time
+Strip = tuple[slice, slice]  # matrices and their rows
+
+
+def decode_sum(
+    packing: Packing, parts: Sequence[Tensor], a: Tensor, b: Tensor, scale: float, out: Tensor, out_in: bool
+) -> Tensor:
+    """As packed.decode, of one matrix or those of experts to which scale * adapters a (E, r, in), b (E, r, out) are
+    added. `out_in`: whether `out` has a row for each output.
+    """
+    into = result = out
+    if packing.code == "e2m1":
+        result, out_in = in_file_order(out), True
+        into, packing, parts = result.mT, replace(MX, block=packing.block), (parts[0].flatten(2), parts[1])
+    by_row, by_column = (b, a) if out_in else (a, b)
+    count, columns = prod(parts[0].shape[:-2]), by_column.shape[2]
+    shape = into.numel() // (count * columns), columns
+    parts = [part.view(count, *own) for part, own in zip(parts, packing.shapes(shape), strict=True)]
+    into, each = into.view(count, *shape), count // len(a)
+    extent = into.new_zeros(count, dtype=torch.float32)
+
+    def total(at: Strip) -> Tensor:
+        """Some matrices, or rows of one, in fp32."""
+        (matrices, rows), experts = at, slice(at[0].start // each, -(-at[0].stop // each))
+        x = torch.empty(into[at].shape, dtype=torch.float32, device=into.device)
+        decode(packing, _pieces(packing, parts, shape, at), x)
+        first = matrices.start % each * shape[0] + rows.start
+        left = by_row[experts, :, first : first + x.numel() // (columns * (experts.stop - experts.start))]
+        x.view(len(left), -1, columns).baddbmm_(left.mT.float(), by_column[experts].float(), alpha=scale)
+        return x
+
+    strips = list(_strips(packing, len(a), each, shape))
+    for at in strips if needs_extent(packing) else ():
+        torch.maximum(extent[at[0]], total(at).abs().amax((1, 2)), out=extent[at[0]])
+    for at in strips:
+        x = total(at)
+        made = zip(encoded(packing, x, extent[at[0]]), packing.shapes(x.shape), strict=True)
+        decode(packing, [part.contiguous().view(own) for part, own in made], into[at])
+    return result
+
+
+def _strips(packing: Packing, experts: int, each: int, shape: tuple[int, int]) -> Iterator[Strip]:
+    """All matrices of some experts at a time; of larger ones some rows, in whole blocks."""
+    rows, columns = shape
+    if at_once := STRIP // (each * rows * columns):
+        for e in range(0, experts, at_once):
+            yield slice(e * each, min(e + at_once, experts) * each), slice(0, rows)
+        return
+    step = packing.step(shape)
+    step *= max(1, STRIP // (step * columns))
+    for m in range(experts * each):
+        for first in range(0, rows, step):
+            yield slice(m, m + 1), slice(first, min(first + step, rows))
+
+
+def _pieces(packing: Packing, parts: Sequence[Tensor], shape: tuple[int, int], at: Strip) -> list[Tensor]:
+    """What belongs to a strip in each part."""
+    matrices, rows = at
+    starts = packing.starts(shape, rows.start)
+    ends = packing.starts(shape, rows.stop) if rows.stop < shape[0] else tuple(part.shape[1] for part in parts)
+    # of a part with one element for the whole matrix, all strips have it
+    spans = (slice(a, max(b, a + 1)) for a, b in zip(starts, ends, strict=True))
+    return [part[matrices, span] for part, span in zip(parts, spans, strict=True)]

@@ -1,0 +1,137 @@
+"""Training that knows it will be packed: it has the loss of the model merged in the format of its base."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from engines import JitterQueues, batches, exchange, final_weights, opened, train
+from packed_files import FORMATS, write_packed
+
+from trireme.engine.between import Reader
+from trireme.engine.tuning.adapters import save_adapter
+from trireme.engine.tuning.chosen import adapted, aware
+from trireme.engine.tuning.merging import merge_adapter
+from trireme.engine.tuning.parts import open_checkpoint
+from trireme.models import rounded
+from trireme.models.config import InputError, Lora, read_config
+from trireme.models.encoding import encoded
+from trireme.models.families.packing import BY_ROW, FP8, INT4, INT4_ZEROS, MODELOPT, MX, NF4, NVFP4, WHOLE
+from trireme.models.packed import decode
+from trireme.models.rounded import decode_sum
+
+LR, RANK = 0.03, 2
+# Scales that are packed again themselves, which training leaves as they are; matrices that merging rounds to bf16, and
+# one that is decoded as it is read, since its neighbour is not packed.
+LESS_EQUAL = ("nf4, double", "nf4, experts", "fp8, powers of two", "fp8, one in bf16")
+PACKINGS = {
+    "mxfp4": MX, "nvfp4": NVFP4, "modelopt": MODELOPT, "nf4": NF4, "int4": replace(INT4, block=(1, 32)),
+    "int4, zeros": replace(INT4_ZEROS, block=(1, 32)), "fp8": replace(FP8, block=(16, 32)), "by row": BY_ROW,
+    "by tensor": BY_ROW.scaled(WHOLE, WHOLE),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """Name of FORMATS -> the folder with `packed` and `plain`."""
+    folders = {}
+
+    def make(form):
+        if form not in folders:
+            folder = folders[form] = tmp_path_factory.mktemp("form")
+            for name in ("packed", "plain"):
+                (folder / name).mkdir()
+            write_packed((folder / "packed", folder / "plain"), FORMATS[form])
+        return folders[form]
+
+    return make
+
+
+def engine(folder, targets, knows=True, tier="ram", dtype="F32", **change):
+    """(an engine with adapters that begin at zero, its config)."""
+    cfg, source, _ = opened(folder, lambda cfg: adapted(cfg, Lora(RANK, 8.0, targets)))
+    cfg = aware(cfg, None) if knows else cfg
+    e, x = exchange(cfg, source, tier, dtype=dtype, **change)
+    x.load()
+    return e, cfg
+
+
+def trained(e):
+    seen = train(e, batches(e.cfg, 3, 2, 24), lr=LR)
+    return seen, final_weights(e)
+
+
+@pytest.mark.grid("mxfp4", "nf4", "gpt-oss")
+@pytest.mark.parametrize("form", FORMATS)
+def test_the_merged_model_has_the_loss_of_training(made, form, tmp_path):
+    folder, targets = made(form), FORMATS[form].targets if form != "gpt-oss" else ("experts",)
+    e, cfg = engine(folder / "packed", targets)
+    trained(e)
+    save_adapter(tmp_path / "adapter", cfg, Reader(e.placement), str(folder / "packed"))
+    probe = batches(cfg, 1, 2, 24)
+    ((loss, *_),) = train(e, probe)
+    plain, source = read_config(folder / "packed"), open_checkpoint(folder / "packed", cfg.packing)
+    merge_adapter(tmp_path / "adapter", plain, source, tmp_path / "same", say=lambda _: None, same=True)
+    ((merged, *_),) = train(engine(tmp_path / "same", targets, knows=False)[0], probe)
+    assert merged == pytest.approx(loss, rel=1e-3 if form in LESS_EQUAL else 2e-6)
+    e, _ = engine(folder / "packed", targets, knows=False)
+    trained(e)
+    ((other, *_),) = train(e, probe)
+    assert abs(other - loss) > 1e-4
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("form", ["fp8, experts", "gpt-oss", "modelopt, experts", "int4, zeros"])
+def test_placement_changes_no_bit(made, form):
+    folder, targets = made(form) / "packed", FORMATS[form].targets
+    expected = trained(engine(folder, targets, dtype="BF16")[0])
+    ways = [("gpu", {}), ("ssd", dict(queues=JitterQueues(1))), ("ram", dict(halves=True))]
+    if "experts" in targets:
+        ways += [("ram", dict(halves=True, at_once=2)), ("ssd", dict(halves=True, slices=3, queues=JitterQueues(2)))]
+    for tier, change in ways:
+        seen, weights = trained(engine(folder, targets, True, tier, "BF16", **change)[0])
+        assert seen == expected[0], (tier, change)
+        assert all(torch.equal(t, expected[1][name]) for name, t in weights.items())
+
+
+@pytest.mark.parametrize("form", ["mxfp4", "gpt-oss"])
+def test_adapters_of_zero_change_no_bit_where_packed_numbers_are_exact(made, form):
+    folder, targets = made(form) / "packed", FORMATS[form].targets
+    first = [
+        train(engine(folder, targets, knows)[0], batches(read_config(folder), 1, 2, 24)) for knows in (True, False)
+    ]
+    assert first[0] == first[1]
+
+
+def packed(packing, w):
+    """(parts of matrices (M, R, C), the same decoded)."""
+    shapes, made = packing.shapes(w.shape[1:]), encoded(packing, w, w.abs().amax((1, 2)))
+    parts = [part.contiguous().view(len(w), *shape) for part, shape in zip(made, shapes, strict=True)]
+    return parts, decode(packing, parts, torch.empty_like(w))
+
+
+@pytest.mark.parametrize("strip", [1 << 22, 700, 1])
+@pytest.mark.parametrize(("experts", "each", "rows", "columns"), [(1, 1, 80, 64), (4, 1, 48, 96), (3, 2, 24, 64)])
+@pytest.mark.parametrize("name", PACKINGS)
+def test_a_sum_in_strips_is_that_of_whole_matrices(name, experts, each, rows, columns, strip, monkeypatch):
+    """But for last bits of sums of several products, which may lie at the edge between two codes."""
+    monkeypatch.setattr(rounded, "STRIP", strip)
+    dice, packing = torch.Generator().manual_seed(len(name)), PACKINGS[name]
+    parts, base = packed(packing, torch.randn(experts * each, rows, columns, generator=dice))
+    a, b = (torch.randn(experts, 3, n, generator=dice) / 3 for n in (columns, each * rows))
+    total = base.view(experts, -1, columns) + 2 * b.mT @ a
+    expected = packed(packing, total.view(base.shape))[1].view(total.shape)
+    parts = parts if experts > 1 else [part.squeeze(0) for part in parts]
+    out = torch.empty_like(total)
+    made = decode_sum(packing, parts, a, b, 2.0, out if experts > 1 else out[0], True)
+    assert ((made.view(total.shape) - expected).abs() > 1e-6 * expected.abs().max()).sum() <= 2
+
+
+def test_what_it_does_not_go_with_is_refused(made):
+    folder = made("gpt-oss") / "packed"
+    for change, base in ((dict(fp8=True), None), ({}, "nf4")):
+        cfg, *_ = opened(folder, lambda cfg: adapted(cfg, Lora(2, 8.0, ("experts",))))
+        with pytest.raises(InputError, match="--merge-aware"):
+            aware(replace(cfg, **change), base)
+    cfg, *_ = opened(folder, lambda cfg: adapted(cfg, Lora(2, 8.0, ("q_proj",))))  # which is in bf16
+    with pytest.raises(InputError, match="--merge-aware"):
+        aware(cfg, None)
