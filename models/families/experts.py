@@ -55,6 +55,7 @@ class ExpertKeys:
     sigmoid: bool = False
     scale: float = 1.0
     scale_key: str = ""  # "": 1
+    scale_null: bool = False  # null is the default
     leading: int | None = None  # layers at the beginning that are dense; None: not read
     leading_key: str = "first_k_dense_replace"  # "": none
     listed: bool = False  # mlp_layer_types comes first
@@ -117,7 +118,8 @@ def parse_experts(keys: Keys, family: ExpertKeys | None, layers: int) -> list[Ex
         shared = keys.count(family.shared_width_key, family.shared_width)
     aux = 0.0 if keys.raw.get("router_aux_loss_coef") in (None, 0) else keys.number("router_aux_loss_coef")
     limit = keys.number("swiglu_limit", family.limit) if family.limit else 0.0
-    scale = keys.number(family.scale_key, family.scale) if family.scale_key else 1.0
+    null = family.scale if family.scale_null else None
+    scale = keys.number(family.scale_key, family.scale, null) if family.scale_key else 1.0
     dense = _dense_layers(keys, family, layers)
     latent = keys.count(family.latent_key) if keys.raw.get(family.latent_key) is not None else 0
     found = Experts(

@@ -91,9 +91,11 @@ class Family:
     mlp_bias: Flag = False
     windows: Literal["none", "all", "above", "pattern"] = "none"
     window: int | None = 4096
+    before_key: str = ""  # key of the tokens before a token's own that a window has; "": none
     period: int = 0  # of "pattern": every period-th layer has no window; 0: all have
     period_key: str = ""  # "": none
     first: bool = False  # the first layer of a period, not the last, has no window
+    begins: bool = False  # nor has the first layer of all
     ends: bool = False  # nor have the first two layers and the last; a period's one is its second (Flint)
     above: int = 0  # default of max_window_layers, of "above" and of "pattern"; 0: not read
     listed_type: str = ""  # model_type as which transformers reads a config.json with layer_types
@@ -114,6 +116,10 @@ class Family:
     gate_key: str = ""  # key of it: heads, where it is true or per-head, or values, where it is per-element; "": none
     gate_act: Literal["sigmoid", "softplus"] = "sigmoid"
     heads_key: str = ""  # a number of heads for each layer; "": none
+    value_key: str = ""  # width of a head's values, 128 by default; "": that of its keys
+    value_scale_key: str = ""  # factor of values, null for 1; "": none
+    local_kv: int = 1  # layers with a window have so many times the key/value heads
+    local_sinks: bool = False  # layers with a window have sinks, the others none
     packings: tuple[str, ...] = (  # accepted values of quant_method
         "fp8", "fbgemm_fp8", "compressed-tensors", "modelopt", "bitsandbytes",
     )  # fmt: skip

@@ -123,6 +123,7 @@ def scales_of(keys: Keys, family: Family, width: int, head_dim: int) -> Scales:
         else keys.number(name, family.caps[name])
     )
     return Scales(
+        attention=keys.number(family.value_scale_key, 0.707, 1.0) if family.value_scale_key else 1.0,
         embed=width**0.5 if family.embed_root or _flagged(keys, family.embed_root_key) else 1.0,
         scores=keys.number("query_pre_attn_scalar", 256.0) ** -0.5 if family.query_scale else 0.0,
         scores_cap=cap(OF_SCORES),
@@ -166,12 +167,16 @@ def _attentions(
         heads, kv_heads, head_dim, score, cap=scales.scores_cap, norm=family.qk_norm if normed else "",
         rope_first=family.rope_first, bias=flag(family.qkv_bias), o_bias=flag(family.o_bias),
         gate=_gate_of(keys, family), gate_act=family.gate_act, latent=latent, factor=scales.attention,
+        value=keys.count(family.value_key, 128) if family.value_key else 0,
     )  # fmt: skip
     counts = _heads_by_layer(keys, family, layers, heads, kv_heads)
     return [
-        replace(first, heads=own, window=window, rope=rope, scale=score / (i + 1) if by_layer else score)
+        replace(
+            first, heads=own, kv_heads=kv_heads * (family.local_kv if window else 1), window=window, rope=rope,
+            scale=score / (i + 1) if by_layer else score,
+        )
         for i, (own, window, rope) in enumerate(zip(counts, of_layers, ropes, strict=True))
-    ], scales
+    ], scales  # fmt: skip
 
 
 def _gate_of(keys: Keys, family: Family) -> Literal["", "queries", "values", "heads"]:
@@ -213,6 +218,8 @@ def layers_of(keys: Keys, family: Family, width: int, layers: int, heads: int, p
         mlp = replace(own, act=act, gated=family.gated, factor=scales.mlp) if own else plain
         names = family.scan_names if scan and family.scan_names else family.names
         of_mixers = direct(names.mixer) if attention.latent and not attention.latent.q_rank else names.mixer
+        if family.local_sinks and not attention.window:
+            of_mixers = replace(of_mixers, sinks="")
         of_mlp = names.mlp if own or not family.experts else family.dense
         whole = Layer(width, eps, mixers, (mlp,), of_mixers, of_mlp, norm, parallel, family.names.in_out)
         made.append(whole if not kind else whole.feeding if kind in KINDS_OF_MLP else whole.mixing)

@@ -24,7 +24,6 @@ KNOWN = {  # (what they have, the nearest that is supported) -> their model type
     ("a gate on the result of attention", "llama"): "muse_glimmer",
     ("embeddings for each layer, and layers that share keys and values", "gemma3"): "gemma3n gemma3n_text",
     ("attention in chunks, and experts with scaled inputs", "qwen3_moe"): "llama4 llama4_text",
-    ("keys wider than values", "qwen3_moe"): "mimo_v2_flash",
     ("norms behind the branches together with experts", "olmoe"): "flex_olmo",
     ("experts that are chosen in another way, or within attention", "mixtral"): "phimoe jetmoe",
     ("a LayerNorm without a bias", "llama"): "cohere cohere2 cohere2_moe cohere2_vision dbrx mpt",
@@ -68,7 +67,7 @@ def why_not(model_type: object, supported: tuple[str, ...]) -> str:
 # Model types of which transformers 5.24 has no class with a score head (scores.py).
 WITHOUT_SCORES = frozenset({
     "olmoe", "granite", "granitemoe", "granitemoehybrid", "granite_swa", "bamba", "falcon_h1", "nemotron_h",
-    "olmo_hybrid", "gemma4_text", "flint", "afmoe", "kolibri1", "laguna",
+    "olmo_hybrid", "gemma4_text", "flint", "afmoe", "kolibri1", "laguna", "mimo_v2_flash",
     "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "solar_open", "dots1", "minimax_m2", "exaone_moe", "hy_v3", "mellum",
     "ernie4_5", "ernie4_5_moe", "cwm", "qwen3_5_moe_text", "qwen3_vl_text", "qwen3_vl_moe_text", "qwen2_5_vl_text",
     "qwen2_vl_text", "glm4v_text", "glm4v_moe_text", "deepseek_v32", "youtu", "iquestcoder", "jais2", "vaultgemma",

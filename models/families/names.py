@@ -259,6 +259,10 @@ LAGUNA = MIXTURE.changed(
         ("mlp.shared_expert.", "mlp.shared_experts."),
     ),
 )
+MIMO = MIXTURE.changed(
+    dict(sinks="self_attn.attention_sink_bias"), dict(correction=CORRECTED.mlp.correction),
+    modules=(("self_attn.attention_sink_bias", "self_attn.sinks"),),
+)  # fmt: skip
 LATENT = SPLIT.changed(
     dict(
         qkv=("self_attn.q_a_proj", "self_attn.kv_a_proj_with_mqa"), q_norm="self_attn.q_a_layernorm",

@@ -54,8 +54,8 @@ def parse_ropes(keys: Keys, family: Family, head_dim: int, positions: int) -> tu
             f'{keys.where}: rope_parameters: "{min(strange)}" is not supported outside "{GLOBAL}" and "{LOCAL}".'
         )
     if family.nested:
-        for name in ("rope_scaling", "rope_theta"):
-            keys.refuse_unless(name, (None,))
+        keys.refuse_unless("rope_scaling", (None,))
+        keys.refuse_unless("rope_theta", (None, theta))  # transformers does not read it
     if "rope_type" not in scaling and "type" in scaling:  # transformers would leave it out
         raise InputError(
             f'{keys.where}: rope_scaling: "type" is not supported for this model_type: name it "rope_type".'

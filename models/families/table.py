@@ -314,6 +314,18 @@ FAMILIES = {
             "moe_router_logit_softcapping": (None, 0, 0.0), "moe_apply_router_weight_on_input": (None, False),
         },
     ),
+    "mimo_v2_flash": Family(
+        "MiMo-V2-Flash 309B-A15B",
+        names=names.MIMO, vocab=152576, n_heads=64, kv_heads=4, head_dim=192, ffn=16384, max_positions=131072,
+        eps=1e-5, value_key="v_head_dim", value_scale_key="attention_value_scale", local_kv=2, local_sinks=True,
+        theta=5e6, local_theta=1e4, partial=0.334, nested=True, qkv_bias=BIAS, windows="pattern", window=129, period=6,
+        begins=True, before_key="sliding_window_size", carried=("model.mtp.",),
+        experts=ExpertKeys(
+            256, 8, 2048, "n_routed_experts", normalised=True, sigmoid=True, scale_key="routed_scaling_factor",
+            scale_null=True, groups=(1, 1), listed=True, leading=1, leading_key="",
+        ),
+        aliases={"num_local_experts": "n_routed_experts"}, only={"partial_rotary_factor": (None, 0.334)},
+    ),
     "mellum": Family(
         "Mellum 2",
         names=names.MIXTURE, kv_heads=4, head_dim=128, max_positions=131072, theta=5e5, local_theta=1e4, nested=True,

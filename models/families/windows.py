@@ -14,6 +14,8 @@ def windows(keys: Keys, family: Family, layers: int) -> list[int]:
     if family.scan is not None:
         keys.refuse_unless("sliding_window", (None,))
         return [0] * layers
+    if keys.raw.get(family.before_key) is not None:
+        keys = Keys(keys.raw | {"sliding_window": keys.count(family.before_key) + 1}, keys.where)
     given = "sliding_window" in keys.raw
     absent = keys.raw["sliding_window"] is None if given else family.window is None
     absent = absent or family.windows == "none"
@@ -72,7 +74,8 @@ def _usual_types(keys: Keys, family: Family, layers: int, window: int) -> list[s
     period = keys.count(family.period_key, family.period) if family.period_key else family.period
     if family.ends:
         return [GLOBAL if i < 2 or i % period == 1 or i == layers - 1 else LOCAL for i in range(layers)]
-    return [LOCAL if (i + (not family.first)) % period else GLOBAL for i in range(layers)]
+    whole = [(i + (not family.first)) % period == 0 or family.begins and i == 0 for i in range(layers)]
+    return [GLOBAL if own else LOCAL for own in whole]
 
 
 def unrotated_layers(keys: Keys, layers: int) -> tuple[int, ...]:

@@ -52,6 +52,7 @@ MAKERS = {
     "Arcee": "afmoe",
     "Aleph Alpha": "kolibri1",
     "poolside": "laguna",
+    "Xiaomi": "mimo_v2_flash",
     "JetBrains": "mellum",
     "Google": "gemma gemma2 gemma3_text gemma4_text vaultgemma",
     "Microsoft": "phi3",

@@ -143,6 +143,18 @@ LAGUNA = MIXTURE | dict(
         full_attention=YARN | dict(partial_rotary_factor=0.5), sliding_attention=ROPES["sliding_attention"]
     ),
 )
+MIMO = LLAMA | dict(
+    num_hidden_layers=3,
+    num_key_value_heads=1,
+    head_dim=12,
+    v_head_dim=8,
+    sliding_window=5,
+    n_routed_experts=6,
+    num_experts_per_tok=2,
+    moe_intermediate_size=24,
+    routed_scaling_factor=1.7,
+    pad_token_id=None,
+)
 # name -> (model_type, keys of its config)
 CASES = {
     "gpt2": ("gpt2", GPT2),
@@ -284,6 +296,10 @@ CASES = {
     "laguna tied, gates of each value, heads of all": ("laguna", LAGUNA | dict(
         num_hidden_layers=2, gating="per-element", num_attention_heads_per_layer=None, layer_types=TYPES[:2],
         mlp_layer_types=["sparse"] * 2, tie_word_embeddings=True)),
+    "mimo v2 flash": ("mimo_v2_flash", MIMO),
+    "mimo v2 flash tied, biases, groups": ("mimo_v2_flash", MIMO | dict(
+        num_hidden_layers=2, attention_bias=True, tie_word_embeddings=True, n_group=3, topk_group=2,
+        attention_value_scale=None, norm_topk_prob=False, layer_types=TYPES[:2], mlp_layer_types=["sparse"] * 2)),
     "minimax m2": ("minimax_m2", MIXTURE | dict(num_local_experts=6, intermediate_size=24, head_dim=12, rotary_dim=6)),
     "minimax m2 tied, whole heads": ("minimax_m2", MIXTURE | dict(
         num_local_experts=4, intermediate_size=24, tie_word_embeddings=True)),

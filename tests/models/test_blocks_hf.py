@@ -97,7 +97,8 @@ def test_a_saved_folder_goes_through(case, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "case", ["qwen3 moe", "minimax m2", "hy v3", "afmoe", "kolibri1", "laguna", "granite moe", "nemotron 3"]
+    "case",
+    ["qwen3 moe", "minimax m2", "hy v3", "afmoe", "kolibri1", "laguna", "mimo v2 flash", "granite moe", "nemotron 3"],
 )
 def test_files_with_the_names_of_modules_go_through(case, tmp_path):
     """As transformers writes them of a model in parts, or where it is told to: a layer's experts in one, and so on."""

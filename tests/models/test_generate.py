@@ -47,6 +47,7 @@ def units_of(tiny, asked=None):
         "afmoe",
         "kolibri1",
         "laguna",
+        "mimo v2 flash",
         "qwen2 window above",
         "qwen3",
         "granite",

@@ -12,7 +12,7 @@ OTHERS = (
     "phi3", "granite", "smollm3", "starcoder2", "olmo2", "olmo3", "exaone4", "seed_oss", "gemma3", "gemma2",
     "ministral3 tied, window", "glm4", "gpt_neox", "granite 4", "falcon h1", "qwen3 moe", "qwen2 moe", "gpt oss",
     "glm4 moe", "minimax m2", "hy v3", "afmoe", "kolibri1", "granite moe", "granite swa", "ernie moe", "hunyuan",
-    "arcee", "laguna",
+    "arcee", "laguna", "mimo v2 flash",
 )  # fmt: skip
 
 
