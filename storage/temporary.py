@@ -88,6 +88,8 @@ def _remove(path: Path) -> None:
 
 
 def _end(path: Path, fd: int) -> None:
-    with suppress(OSError):
-        _remove(path)
-    os.close(fd)
+    try:
+        with suppress(OSError):
+            _remove(path)
+    finally:
+        os.close(fd)

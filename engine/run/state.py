@@ -148,11 +148,10 @@ class Training:
         """
         job, o = self.job, self.job.options
         with screen.clock().at("load"), self.watched("loading"):
-            if isinstance(job.source, Cached):
-                made, nbytes = job.source.is_made(), job.source.file_bytes
-                what = "checking the base" if made else f"quantizing the base to {job.source.base}"
-                with loading(what, nbytes, stopped) as progressed:
-                    job.source.make(progressed, screen.warn)
+            if isinstance(job.source, Cached) and not job.source.is_made():
+                what = f"quantizing the base to {job.source.base}"
+                with loading(what, job.source.file_bytes, stopped) as progressed:
+                    job.source.make(progressed)
             hold_to(job.limits, job.device)
             adamw = AdamW(o.betas[0], o.betas[1], weight_decay=o.weight_decay or 0.0, max_grad_norm=o.max_grad_norm)
             files, wire = self._base_files(), here().wire

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from math import isfinite, prod
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -44,6 +44,14 @@ class Nested:
         with np.errstate(over="ignore", invalid="ignore"):
             of_each = np.repeat(scales, NESTED_BLOCK)[first - a * NESTED_BLOCK :][: last - first]
             return self.table[codes] * of_each + self.offset
+
+    def again(self, scales: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(codes, scales) as bytes, of new fp32 scales, as bitsandbytes packs them; the offset stays."""
+        middles = (self.table[1:] + self.table[:-1]) / 2
+        blocks = np.split(scales - self.offset, range(NESTED_BLOCK, len(scales), NESTED_BLOCK))
+        most = np.array([np.abs(block).max() for block in blocks])
+        codes = [np.searchsorted(middles, block / (of or 1)) for block, of in zip(blocks, most, strict=True)]
+        return np.concatenate(codes).astype(np.uint8), most.view(np.uint8)
 
 
 @dataclass(frozen=True)
@@ -101,13 +109,10 @@ def _state(source: Source, name: str) -> dict[str, Any]:
         state = parse_json(source.read(name + STATE).tobytes(), "state")
     except ValueError as error:
         raise CheckpointError(f"{where}: {error}. {AGAIN}.") from error
-    faults = {key: json.dumps(value) for key, value in FIXED.items() if state.get(key, value) != value}
     shape: Any = state.get("shape")
     offset: Any = state.get("nested_offset", 0.0)
-    if complaint(shape, (int, int)) or shape[1] % 2:
-        faults["shape"] = "two sizes, the second even"
-    if type(offset) not in (int, float) or not isfinite(offset):
-        faults["nested_offset"] = "a number"
-    for key, expected in faults.items():
-        raise CheckpointError(f"{where}: {key} is {json.dumps(state.get(key))[:60]}, expected {expected}.")
+    same = all(state.get(key, value) == value for key, value in FIXED.items())
+    if not same or complaint(shape, (int, int)) or shape[1] % 2 or type(offset) not in (int, float):
+        what = f"NF4 in blocks of {NF4.block[1]}, of a shape of two sizes, the second even"
+        raise CheckpointError(f"{where} is {json.dumps(state)[:200]}: expected {what}.")
     return state

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -21,6 +19,7 @@ from trireme.engine.tuning.base import check_unchanged, stamps
 from trireme.engine.tuning.headed import headed
 from trireme.engine.tuning.packed_source import Packed, unpacked
 from trireme.engine.tuning.peft import read_adapter
+from trireme.engine.tuning.quantized import as_rows
 from trireme.engine.tuning.repacked import repacked
 from trireme.engine.tuning.rewritten import Values, entries_of, rewritten
 from trireme.models import hf
@@ -28,40 +27,31 @@ from trireme.models.config import InputError, ModelConfig
 from trireme.models.sizes import shapes
 from trireme.storage.auxiliary import TOKENIZER, auxiliary_files, content_of
 from trireme.storage.checkpoint import Source, convert, dtype_of, export, is_finite
-from trireme.storage.files import Say, lock, make_folder, partial_of, remove_folders, sync_folder, to_stderr
+from trireme.storage.files import Say, make_folder, remove_folders, sync_folder, to_stderr
+from trireme.storage.temporary import Temporary
 
 Factors = list[tuple[Tensor, Tensor]]  # (left (rows, R), right (R, columns)) of each matrix
 
 
 @contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
-    """A folder that gets the name `out` when the context ends, and is removed if it fails.
-
-    `out` may be an empty folder. What a killed process left under the folder's first name is removed. Raises InputError
-    if `out` is not free.
+    """A folder that gets the name `out` when the context ends, and is removed if it fails; what killed processes left
+    of others is removed. Raises InputError if `out` has files.
     """
     out = out.resolve()
     if out.exists() and (out.is_file() or any(out.iterdir())):
         raise InputError(f"--out {out} is there already. Name another folder.")
-    place, made = partial_of(out), make_folder(out.parent)
-    place.mkdir(exist_ok=True)
-    fd = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    if not lock(fd):
-        os.close(fd)
-        raise InputError(f"--out {out}: another process is writing it. Name another folder.")
+    made = make_folder(out.parent)
     try:
-        for path in place.iterdir():
-            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
-        yield place
-        sync_folder(place)
-        place.rename(out)
-        sync_folder(out.parent)
+        with Temporary(f".{out.name}-", out.parent) as place:
+            (place / "new").mkdir()
+            yield place / "new"
+            sync_folder(place / "new")
+            (place / "new").rename(out)
+            sync_folder(out.parent)
     except BaseException:
-        shutil.rmtree(place, ignore_errors=True)
         remove_folders(made)
         raise
-    finally:
-        os.close(fd)
 
 
 def merge_adapter(
@@ -83,17 +73,16 @@ def merge_adapter(
     unchanged = lambda: check_unchanged(before, "was changed while it was merged")
     names = hf.canonical_names(base, source.shapes, source.named)
     if isinstance(source, Packed):
-        packed = {stored: name for stored, name in names.items() if name and source.packs(stored)}
-        changed = frozenset(stored for stored, name in packed.items() if _is_adapted(base, adapter, name))
+        packed = [stored for stored, name in names.items() if name and source.packs(stored)]
+        changed = frozenset(stored for stored in packed if _is_adapted(base, adapter, names[stored] or ""))
         if same:
             if adapter.cfg != base:
                 raise InputError(f"--format same: {folder} changes the vocabulary or the head. Leave --format out.")
             wide = source if source.packing.exact else replace(source, wide=changed)
             total = Sum(adapter, wide, base, names)
             new = repacked(source, {stored: partial(total.rows, stored) for stored in changed})
-            plain = names.keys() - packed.keys()
-            of_plain = lambda stored: total.values(stored) if stored in plain else None
-            fetch = lambda name: new.values(name) if name in new.owners else of_plain(name)
+            values = lambda name: total.values(name) if name in names.keys() - set(packed) else None
+            fetch = lambda name: new.values(name) if name in new.places else values(name)
             export(new.raw, out, fetch, progress, unchanged)
             if changed:
                 say(f"note: relative error of the rounding to {source.packing.word}: {new.errors()}")
@@ -138,11 +127,10 @@ class Sum:
         name, columns = self.names[stored], self.source.tensors[stored].shape[-1]
         assert name
         module, pairs = factors(self.cfg, self.adapter, self.tensor, name)
-        read = self._read(stored, name, first * columns, last * columns)
-        x = np.concatenate([convert(piece, dtype_of(piece), "F32") for piece in read])
+        x = as_rows(self._read(stored, name, first * columns, last * columns), columns)
         if pairs:
-            x = np.concatenate(list(merged([x], pairs, self.adapter.scales[module], first * columns)))
-        return x.reshape(-1, columns)
+            x = as_rows(merged([x.flatten()], pairs, self.adapter.scales[module], first * columns), columns)
+        return x
 
     def _read(self, stored: str, name: str, first: int = 0, last: int | None = None) -> Iterator[np.ndarray]:
         """Elements of a weight of the model, or of the adapter's that takes its place."""

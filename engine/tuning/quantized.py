@@ -1,4 +1,5 @@
-"""A plain checkpoint whose frozen matrices are quantized as they are read (--base), some rows at a time.
+"""Matrices in a packing that are encoded as they are read, some rows at a time; of --base, the frozen ones of a plain
+checkpoint.
 
 Norms, embeddings, routers, the output matrix and all trained tensors stay as they are. What --merge writes, or is
 written next to frozen matrices, is made of the checkpoint's own values.
@@ -6,6 +7,7 @@ written next to frozen matrices, is made of the checkpoint's own values.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from math import prod
@@ -13,12 +15,52 @@ from math import prod
 import numpy as np
 
 from trireme.engine.tuning.packed_source import Made, Packed, globs
-from trireme.models.config import FP8, MX, NF4, InputError, ModelConfig, Packing
+from trireme.models.config import FP8, MX, NF4, WHOLE, InputError, ModelConfig, Packing
 from trireme.models.sizes import shapes
 from trireme.storage.checkpoint import Source, SourceTensor, convert, dtype_of
 
-STRIP = 1 << 18  # elements of a matrix quantized at a time; each loader needs about 30 bytes of RAM for one
+STRIP = 1 << 18  # elements of a matrix encoded at a time; each loader needs about 30 bytes of RAM for one
 BASES = {"nf4": NF4, "fp8": FP8.with_dtypes(("F8_E4M3", "F32")), "mxfp4": MX}
+Rows = Callable[[int, int], np.ndarray]  # fp32 (b - a, columns) of rows [a, b), of all matrices one after another
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """A matrix, or several in one tensor, whose parts are computed from its rows."""
+
+    packing: Packing
+    shape: tuple[int, ...]  # (rows, columns), or (matrices, rows, columns)
+    rows: Rows
+
+    @property
+    def step(self) -> int:
+        """The number of rows encoded at a time: whole blocks; of gpt-oss's experts all of one."""
+        (rows, columns), tall = self.shape[-2:], self.packing.block[0]
+        step = rows if self.packing.code == "e2m1" or rows < tall != WHOLE else self.packing.step((rows, columns))
+        return min(rows, max(1, STRIP // (columns * step)) * step)
+
+    def spans(self) -> list[tuple[int, int]]:
+        """The rows [a, b) of each strip."""
+        rows, step = self.shape[-2], self.step
+        firsts = range(0, prod(self.shape[:-1]), rows)
+        return [(m + a, m + min(a + step, rows)) for m in firsts for a in range(0, rows, step)]
+
+    def strip(self, a: int, b: int) -> tuple[np.ndarray, ...]:
+        """The parts of rows [a, b), flat."""
+        from trireme.models.encoding import encode  # torch, which nothing else here needs
+
+        return encode(self.packing, self.rows(a, b))
+
+    def part(self, part: int, first: int, last: int) -> np.ndarray:
+        """Elements [first, last) of the codes (part 0) or of the scales (1), flat, computed each time."""
+        (rows, columns), step, result = self.shape[-2:], self.step, list[np.ndarray]()
+        of_matrix, size = (prod(self.packing.shapes((n, columns))[part]) for n in (rows, step))
+        for m in range(first // of_matrix, -(-last // of_matrix)):
+            begin, end = max(first - m * of_matrix, 0), min(last - m * of_matrix, of_matrix)
+            for i in range(begin // size, -(-end // size)):
+                strip = self.strip(m * rows + i * step, m * rows + min((i + 1) * step, rows))[part]
+                result.append(strip[max(begin - i * size, 0) : end - i * size])
+        return np.concatenate(result)
 
 
 @dataclass(frozen=True)
@@ -37,59 +79,14 @@ class Quantized(Packed):
         return self.original.nbytes
 
 
-@dataclass(frozen=True)
-class Encoder:
-    """Quantizes a matrix, some rows at a time; of several matrices in one tensor, whole ones."""
+def as_rows(pieces: Iterable[np.ndarray], columns: int) -> np.ndarray:
+    """Elements of a tensor as fp32 (rows, columns)."""
+    return np.concatenate([convert(piece, dtype_of(piece), "F32") for piece in pieces]).reshape(-1, columns)
 
-    source: Source
-    name: str
-    packing: Packing
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.source.tensors[self.name].shape
-
-    @property
-    def height(self) -> int:
-        """The number of rows (whole blocks of them) or matrices at a time."""
-        return self._rows if len(self.shape) == 2 else 1
-
-    @property
-    def _rows(self) -> int:
-        """The number of rows that are quantized at once."""
-        rows, columns = self.shape[-2:]
-        step = max(self.packing.step((rows, columns)), min(self.packing.block[0], rows))
-        return max(1, STRIP // (columns * step)) * step
-
-    def strip(self, a: int, b: int) -> tuple[np.ndarray, np.ndarray]:
-        """(codes, scales) of rows or matrices [a, b), flat."""
-        rows, columns = self.shape[-2:]
-        if len(self.shape) == 2:
-            return self._encoded(a, b - a, columns)
-        places = [
-            (m * rows + row, min(self._rows, rows - row)) for m in range(a, b) for row in range(0, rows, self._rows)
-        ]
-        codes, scales = zip(*(self._encoded(first, n, columns) for first, n in places), strict=True)
-        return np.concatenate(codes), np.concatenate(scales)
-
-    def _encoded(self, first: int, n: int, columns: int) -> tuple[np.ndarray, np.ndarray]:
-        """(codes, scales) of `n` rows of all matrices, flat."""
-        from trireme.models.encoding import encode  # torch, which nothing else here needs
-
-        pieces = self.source.values(self.name, first * columns, (first + n) * columns)
-        values = np.concatenate([np.array(convert(piece, dtype_of(piece), "F32")) for piece in pieces])
-        codes, scales = encode(self.packing, values.reshape(n, columns))
-        return codes, scales
-
-    def part(self, part: int, first: int, last: int) -> np.ndarray:
-        """Elements [first, last) of the codes (part 0) or of the scales (1), flat, computed each time."""
-        rows, *rest = self.shape
-        size = prod(self.packing.shapes((self.height, *rest))[part])  # of a strip
-        result = list[np.ndarray]()
-        for i in range(first // size, -(-last // size)):
-            strip = self.strip(i * self.height, min((i + 1) * self.height, rows))[part]
-            result.append(strip[max(first - i * size, 0) : last - i * size])
-        return np.concatenate(result)
+def _rows(source: Source, name: str, a: int, b: int) -> np.ndarray:
+    columns = source.tensors[name].shape[-1]
+    return as_rows(source.values(name, a * columns, b * columns), columns)
 
 
 def quantized(cfg: ModelConfig, source: Source, base: str, stored: dict[str, str]) -> tuple[ModelConfig, Quantized]:
@@ -115,7 +112,8 @@ def quantized(cfg: ModelConfig, source: Source, base: str, stored: dict[str, str
     part_shapes = cache(packing.shapes)  # of some ten shapes, looked up for each expert
     for name, shape in (matrix for group in shapes.all_groups(cfg) if shapes.is_packed(cfg, group) for matrix in group):
         for there, one in shapes.on_disk(cfg, name, shape):
-            encoders.append(Encoder(source, stored[there], packing))
+            of_files = source.tensors[stored[there]].shape
+            encoders.append(Encoder(packing, of_files, partial(_rows, source, stored[there])))
             for i, (part, own) in enumerate(zip(packing.parts, part_shapes(one), strict=True)):
                 parts[stored[there] + part.suffix] = SourceTensor(part.dtypes[0], own, "", 0)
                 made[stored[there] + part.suffix] = partial(encoders[-1].part, i)

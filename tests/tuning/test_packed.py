@@ -382,9 +382,10 @@ MALFORMED = {  # format -> change of the tensors, the culprit
         (put(f"{W}.absmax", lambda t: t[:9].clone()), r"U8 \[9\]"),
         (lambda s: s.update({f"{W}.quant_state.bitsandbytes__fp4": s.pop(W + STATE)}), "to fp4"),
         (put(f"{W[:-7]}.SCB", torch.ones(40)), "to 8 bits"), (lambda s: s[W + STATE][0].fill_(1), "JSON"),
-        (state_of(blocksize=128), "blocksize is 128"), (state_of(shape=[40, "a"]), "shape is"),
+        (state_of(blocksize=128), "blocks of 64"), (state_of(shape=[40, "a"]), "two sizes"),
         (state_of(shape=[1 << 30, 1 << 30]), "of a matrix of"), (state_of(shape=[56, 40]), r"shape \[56, 40\]"),
-        (state_of(nested_offset=None), "nested_offset is null"), (state_of(nested_offset=INF), "nested_offset is Inf"),
+        (state_of(nested_offset=None), "nested_offset"),
+        (state_of(nested_offset=INF), "scales by more|NaN or infinite"),
         (lambda s: s[f"{W}.nested_absmax"][0].fill_(NAN), r"scales by more|NaN or infinite"),
     ],
     "int4": [
