@@ -182,7 +182,7 @@ class Training:
         geo, units = job.forecast.geo, job.plan.units
         layouts = {v: layout for v, layout in enumerate(geo.stored_base) if units[geo.unit_of(v)].base == "ssd"}
         try:
-            return CheckpointBase(layouts, job.source, job.opened.stored, self.store.devices[0])
+            return CheckpointBase(layouts, job.source, job.opened.stored, self.store.devices)
         except StoreError as error:
             screen.warn(f"{error}; so frozen weights are copied, {gb(job.forecast.frozen_on_ssd)}")
             return None

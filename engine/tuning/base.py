@@ -13,7 +13,7 @@ from trireme.engine.geometry import geometry
 from trireme.engine.placement import Piece
 from trireme.models.config import ModelConfig
 from trireme.models.sizes.narrow import FP8, in_file
-from trireme.storage.aio import File, together
+from trireme.storage.aio import IO, File, together
 from trireme.storage.checkpoint import Source
 from trireme.storage.devices import Device
 from trireme.storage.files import StoreError, existing
@@ -53,38 +53,38 @@ def way(layout: Layout, source: Source, stored: Mapping[str, str]) -> tuple[list
 
 
 class CheckpointBase:
-    """Reads frozen weights from a checkpoint, as placement.BaseFiles, through the back end of the drive that it is
-    on.
-    """
+    """Reads frozen weights from a checkpoint, as placement.BaseFiles, each file by the back end of its drive."""
 
-    def __init__(self, layouts: Mapping[int, Layout], source: Source, stored: Mapping[str, str], device: Device):
-        """`layouts`: of the units stored on the SSD. Raises StoreError if a file cannot be opened as the drive's
-        own.
-        """
-        self.device = device
+    def __init__(
+        self, layouts: Mapping[int, Layout], source: Source, stored: Mapping[str, str], devices: Sequence[Device]
+    ):
+        """`layouts`: of units stored on the SSD; `devices`: the files' drives. Raises StoreError if one is not opened."""
         self.ways = {u: way(layout, source, stored) for u, layout in layouts.items()}
-        self.sizes, self.files = dict[str, int](), dict[str, File]()
+        self.files = dict[str, tuple[File, int, IO]]()  # with its bytes, and the requests of its drive
+        drives = {device.path.stat().st_dev: device for device in reversed(devices)}
         try:
             for name in {extent.file for extents, _ in self.ways.values() for extent in extents}:
-                self.files[name] = File(source.folder / name, device.direct, write=False)
-                self.sizes[name] = os.fstat(self.files[name].fd).st_size
+                path = source.folder / name
+                device = drives.get(existing(path).stat().st_dev, devices[0])
+                file = File(path, device.direct, write=False)
+                self.files[name] = file, os.fstat(file.fd).st_size, device.io
         except StoreError:
             self.close()
             raise
 
     def read(self, u: int, buffer: memoryview) -> Future[None]:
         requests = []
-        for file, offset, nbytes, first in self.ways[u][0]:
-            need = min(nbytes, self.sizes[file] - offset)  # the last block of a file may end early
-            view = buffer[first : first + nbytes]
-            requests.append(self.device.io.read(self.files[file], offset, view, need))
+        for name, offset, nbytes, first in self.ways[u][0]:
+            file, size, io = self.files[name]
+            need = min(nbytes, size - offset)  # the last block of a file may end early
+            requests.append(io.read(file, offset, buffer[first : first + nbytes], need))
         return together(requests)
 
     def pieces(self, u: int) -> Sequence[Piece]:
         return self.ways[u][1]
 
     def close(self) -> None:
-        for file in self.files.values():
+        for file, _, _ in self.files.values():
             file.close()
 
 

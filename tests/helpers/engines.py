@@ -579,7 +579,7 @@ def adapters(folder, targets, device, tier, in_place=False, **change):
         assert why_copied(cfg, "BF16", source, stored, [folder]) == ""
         cut = dict(halves=change.get("halves", False), slices=change.get("slices", 1))
         geo = geometry.geometry(replace(cfg, **cut), "BF16", 32)
-        files = CheckpointBase(dict(enumerate(geo.stored_base)), source, stored, device)
+        files = CheckpointBase(dict(enumerate(geo.stored_base)), source, stored, [device])
     e, x = exchange(cfg, source, tier, files=files, **change)
     x.load()
     seen = train(e, batches(cfg, 3, 2, 24)), final_weights(e)

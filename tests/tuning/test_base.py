@@ -25,6 +25,7 @@ from trireme.storage.checkpoint import Source, SourceTensor, open_source
 from trireme.storage.devices import open_device
 from trireme.storage.files import StoreError
 from trireme.storage.layout import ALIGN, pack
+from trireme.storage.temporary import Temporary
 
 
 @pytest.fixture(scope="module")
@@ -57,7 +58,7 @@ def test_every_tensor_comes_from_its_place(device, drawn, random):
     room = layout.span + 2 * ALIGN * len(names)
     assert all((e.offset | e.nbytes | e.first) % ALIGN == 0 and e.first + e.nbytes <= room for e in extents)
     buffer, out = arena(room), bytearray(layout.span)
-    base = CheckpointBase({0: layout}, source, stored, device)
+    base = CheckpointBase({0: layout}, source, stored, [device])
     base.read(0, buffer).result()
     base.close()
     for first, offset, nbytes in base.pieces(0):
@@ -73,7 +74,28 @@ def test_a_base_of_which_a_file_is_missing(device, tmp_path):
     layout = pack([[(name, found.shape)]], "F32")
     (tmp_path / found.file).unlink()
     with pytest.raises(StoreError, match=found.file):
-        CheckpointBase({0: layout}, source, {name: name}, device)
+        CheckpointBase({0: layout}, source, {name: name}, [device])
+
+
+def test_each_file_is_read_through_its_drive(device, tmp_path):
+    """A link to another drive, as in Hugging Face's cache. A drive whose requests are closed reads nothing."""
+    memory = Path("/dev/shm")
+    if not memory.is_dir() or memory.stat().st_dev == tmp_path.stat().st_dev:
+        pytest.skip("there is only one file system")
+    with Temporary("trireme-test-", memory) as folder:
+        other = open_device(folder)
+        for name, place in (("a", tmp_path), ("b", folder)):
+            (place / name).write_bytes(bytes(ALIGN))
+        (tmp_path / "b").symlink_to(folder / "b")
+        tensors = {name: SourceTensor("F32", (8,), name, 0) for name in "ab"}
+        layouts = {u: pack([[(name, (8,))]], "F32") for u, name in enumerate("ab")}
+        source = Source(tmp_path, ("a", "b"), tensors, {})
+        base = CheckpointBase(layouts, source, {name: name for name in "ab"}, [device, other])
+        other.io.close()
+        base.read(0, arena(ALIGN)).result()
+        with pytest.raises(StoreError):
+            base.read(1, arena(ALIGN)).result()
+        base.close()
 
 
 @pytest.mark.full
@@ -89,7 +111,7 @@ def test_a_base_read_in_place_trains_the_same(case, device, tmp_path):
     for tier, in_place in (("gpu", False), ("ssd", False), ("ssd", True)):
         plan = gpu_plan(cfg, units=(UnitPlan("ram", "ram", base=tier),) * cfg.n_units, record=700, window=1)
         layouts = dict(enumerate(Geometry.of(cfg, plan).stored_base))
-        files = CheckpointBase(layouts, source, stored, device) if in_place else None
+        files = CheckpointBase(layouts, source, stored, [device]) if in_place else None
         queues = RealQueues("cpu", extra=("poison",))
         places = dict(store=MemoryStore(), scratch=MemoryScratch(), files=files)
         e = build(cfg, plan, LIMITS, queues, **places, **poisoned(queues), pinned=False)

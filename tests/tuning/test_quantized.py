@@ -179,7 +179,7 @@ def test_with_a_store_a_base_is_quantized_once(tmp_path, monkeypatch):
             if in_place:
                 assert why_copied(cfg, "BF16", of, named, [store]) == ""
                 stored_base = geometry(cfg, "BF16", 32).stored_base
-                files = CheckpointBase(dict(enumerate(stored_base)), of, named, open_device(store))
+                files = CheckpointBase(dict(enumerate(stored_base)), of, named, [open_device(store)])
             e, x = exchange(cfg, of, tier, files=files)
             x.load()
             seen.append((train(e, batches(cfg, 2, 2, 24)), x.base))

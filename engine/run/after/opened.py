@@ -223,4 +223,4 @@ def _streamed(f: Finished, plan: Plan, dtype: str, stack: ExitStack) -> tuple[Ch
     else:
         drive = open_reader(f.source.folder / f.source.files[0])
     stack.callback(drive.io.close)
-    return (None, [drive]) if why else (CheckpointBase(layouts, f.source, stored, drive), [])
+    return (None, [drive]) if why else (CheckpointBase(layouts, f.source, stored, [drive]), [])
