@@ -232,7 +232,7 @@ def in_ram(
         factors = pin(torch.from_numpy(np.repeat(weights, micro_batch.lengths).astype(np.float32)))
     shares = Shares(*(pin(torch.from_numpy(array)) for array in micro_batch.taught)) if micro_batch.taught else None
     noise = noise and noise._replace(scale=pin(noise.scale))
-    pairs = costs.layer_pairs(cfg, micro_batch.lengths)
+    pairs = costs.layer_pairs(cfg.layers, micro_batch.lengths)
     return InRam(
         len(labels), len(loss_rows), pairs, ids, labels, loss_rows, docs, False, noise, of_docs, factors, shares
     )

@@ -97,7 +97,7 @@ class Forecast:
     def tflops(self) -> float:
         """Model TFLOP/s of a step: three times the FLOPs of forward, without recomputation, per second."""
         work = self.work
-        pairs = costs.layer_pairs(self.cfg, lengths_of(work.tokens, work.document or work.seq_len))
+        pairs = costs.layer_pairs(self.cfg.layers, lengths_of(work.tokens, work.document or work.seq_len))
         return costs.model_flops(self.cfg, work.tokens, pairs) / self.step.step_s / 1e12
 
     def pinning_s(self) -> float:

@@ -15,7 +15,7 @@ from functools import cache, lru_cache
 from trireme.engine.build import Engine, Inputs, build
 from trireme.engine.geometry import ADAM_BYTES, Geometry
 from trireme.engine.plan import Limits, Plan
-from trireme.engine.planner.rates import Rates
+from trireme.engine.planner.rates import ATTENTION, Rates
 from trireme.engine.planner.simulate import DRIVE, SimulatedQueues, SimulatedTask, drive_seconds, is_copy
 from trireme.engine.queues.names import NET, PEERS, WRITES, gpu_of, plain
 from trireme.engine.queues.task import Kind, Task
@@ -81,12 +81,14 @@ class Batch:
         """Tokens of each document."""
         return lengths_of(self.tokens, self.seq_len)
 
-    def pairs(self, cfg: ModelConfig) -> int:
-        """(query, key) pairs of a micro-batch in a layer's attention."""
-        return costs.layer_pairs(cfg, self.lengths)
+    def pairs(self, cfg: ModelConfig, u: int) -> int:
+        """(query, key) pairs of a micro-batch in the attention of unit u: the mean of units like it."""
+        alike = shapes.alike(cfg)
+        layers = [unit for v, (_, unit) in enumerate(cfg.units, 1) if alike[v] == alike[u]]
+        return costs.layer_pairs(layers, self.lengths) if layers else 0
 
     def inputs(self, cfg: ModelConfig) -> list[Inputs]:
-        return [Inputs(self.tokens, self.learned, self.pairs(cfg))] * self.n_micro
+        return [Inputs(self.tokens, self.learned, costs.layer_pairs(cfg.layers, self.lengths))] * self.n_micro
 
 
 def lengths_of(tokens: int, length: int) -> list[int]:
@@ -302,7 +304,7 @@ def work_of(cfg: ModelConfig, plan: Plan, batch: Batch, u: int) -> tuple[Work, W
     tokens, itemsize = batch.learned if u == cfg.n_units - 1 else batch.tokens, ITEMSIZE[plan.dtype]
     wide = 4 if batch.n_micro > 1 or plan.hosts > 1 else itemsize
     saved = frozenset(name for name, _ in plan.units[u].saved)
-    return measure.work(cfg, u, tokens, batch.pairs(cfg), itemsize, wide, saved)
+    return measure.work(cfg, u, tokens, batch.pairs(cfg, u), itemsize, wide, saved)
 
 
 def _launched(kernels: float, seconds: float, rates: Rates) -> float:
@@ -352,7 +354,7 @@ def rebuilt_seconds(
     cfg: ModelConfig, u: int, kept: frozenset[str], rates: Rates, batch: Batch, itemsize: int = 2
 ) -> float:
     """Seconds of recomputation in backward, for the tensors of a micro-batch of unit u that are not in `kept`."""
-    return pass_seconds(measure.rebuilt(cfg, u, batch.tokens, batch.pairs(cfg), kept, itemsize), rates, batch)
+    return pass_seconds(measure.rebuilt(cfg, u, batch.tokens, batch.pairs(cfg, u), kept, itemsize), rates, batch)
 
 
 def pass_seconds(work: Work, rates: Rates, batch: Batch) -> float:
@@ -360,9 +362,10 @@ def pass_seconds(work: Work, rates: Rates, batch: Batch) -> float:
     long = batch.seq_len / (batch.seq_len + HALF)  # the share of its rate that attention reaches in such documents
     share = {
         "gemm": rates.gemm, "grouped": rates.grouped, "grouped gradients": rates.grouped_add,
-        "attention": rates.attention * long, "attention backward": rates.attention_backward * long,
         "scan": rates.scan, "scan backward": rates.scan_backward,
     }  # fmt: skip
+    for width, (forward, backward) in ATTENTION.items():
+        share |= {f"attention {width}": forward * long, f"attention backward {width}": backward * long}
     in_fp8 = {"fp8": rates.gemm_fp8, "grouped fp8": rates.grouped_fp8}
     speed = {kind: rates.matmul * s for kind, s in share.items()} | {kind: rates.fp8 * s for kind, s in in_fp8.items()}
     seconds = sum(flops / speed[kind] for kind, flops in work.flops.items()) + work.moved / rates.copy

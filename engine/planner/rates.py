@@ -49,8 +49,7 @@ class Rates:
     up_all: float = 0.0  # bytes/s from RAM to all GPUs at once, in total; 0: that of each times their number
     down_all: float = 0.0  # from all GPUs to RAM
     net: float = 1.25e9  # bytes/s from a host to another; 10 Gb/s where not measured
-    # Share of `matmul`: a block's matmuls, attention over long documents (d 128). Medians of task times on an H200,
-    # LLaMA shapes of 1.3B to 13B, and attention's benchmark.
+    # Share of `matmul`: a block's matmuls. Medians of task times on an H200, LLaMA shapes of 1.3B to 13B.
     gemm: float = 0.865
     gemm_fp8: float = 0.84  # of `fp8`
     # Grouped GEMMs of experts (kernels/experts) without the padding of tiles, and gradients of their matrices: tasks of
@@ -58,8 +57,6 @@ class Rates:
     grouped: float = 0.75
     grouped_fp8: float = 0.50  # of `fp8`: 0.44 to 0.59, on an H100
     grouped_add: float = 0.60
-    attention: float = 0.76
-    attention_backward: float = 0.50
     # Recurrences, measured where a model has them. Of Qwen3.5-9B and Granite 4, documents of 1,024 tokens, on an H200.
     scan: float = 0.11
     scan_backward: float = 0.045
@@ -87,6 +84,10 @@ class Rates:
         """These rates with those of `names` multiplied by `share`."""
         return replace(self, **{name: getattr(self, name) * share for name in names})
 
+
+# Shares of `matmul` that attention reaches in long documents, forward and backward, by width of heads (costs.HEADS). Of
+# 128 measured on an H200, and taken for 256; of 512 from steps of Gemma 4 there.
+ATTENTION = {128: (0.76, 0.50), 256: (0.76, 0.50), 512: (0.12, 0.08)}
 
 COMPUTATION = ("forward", "backward", "loss", "finish")
 

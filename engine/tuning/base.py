@@ -58,7 +58,7 @@ class CheckpointBase:
     def __init__(
         self, layouts: Mapping[int, Layout], source: Source, stored: Mapping[str, str], devices: Sequence[Device]
     ):
-        """`layouts`: of units stored on the SSD; `devices`: the files' drives. Raises StoreError if one is not opened."""
+        """`layouts`: of units on the SSD; `devices`: the files' drives. Raises StoreError if a file is not opened."""
         self.ways = {u: way(layout, source, stored) for u, layout in layouts.items()}
         self.files = dict[str, tuple[File, int, IO]]()  # with its bytes, and the requests of its drive
         drives = {device.path.stat().st_dev: device for device in reversed(devices)}

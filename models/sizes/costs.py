@@ -6,7 +6,7 @@ multiply-add. What a pass of this program takes is measured (measure.py).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from math import prod
 
@@ -16,6 +16,7 @@ from trireme.models.layers import Attention, Layer
 from trireme.models.sizes.shapes import adapts_experts, is_frozen, output_name, trained_parts, unit, weight_groups
 
 CHUNK = 64  # tokens of a chunk of a recurrence
+HEADS = (128, 256, 512)  # widths of attention's heads that its speed is known for; others count as the next wider
 
 
 def attended_pairs(lengths: Iterable[int], window: int = 0) -> int:
@@ -28,10 +29,10 @@ def attended_pairs(lengths: Iterable[int], window: int = 0) -> int:
     return sum(map(pairs, lengths))
 
 
-def layer_pairs(cfg: ModelConfig, lengths: Iterable[int]) -> int:
-    """The mean number of attended pairs of a layer."""
-    lengths, windows = list(lengths), [layer.attention.window if layer.attention else 0 for layer in cfg.layers]
-    return sum(attended_pairs(lengths, window) * windows.count(window) for window in set(windows)) // cfg.n_layers
+def layer_pairs(layers: Sequence[Layer], lengths: Sequence[int]) -> int:
+    """The mean number of attended pairs of one of `layers`."""
+    windows = [layer.attention.window if layer.attention else 0 for layer in layers]
+    return sum(attended_pairs(lengths, window) * windows.count(window) for window in set(windows)) // len(windows)
 
 
 def attention_flops(spec: Attention, pairs: int) -> int:

@@ -33,7 +33,7 @@ CACHED = 1 << 14
 class Work(NamedTuple):
     """What one pass over one unit takes."""
 
-    flops: dict[str, float]  # by what multiplies: "gemm", "fp8", "attention" and others (watch.py)
+    flops: dict[str, float]  # by what multiplies: "gemm", "fp8", "attention 128" and others (watch.py)
     padded: float  # FLOPs of grouped products with empty rows
     launches: float
     moved: float  # bytes that launches read and write which multiply nothing

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from trireme.kernels.observers import observing
 from trireme.kernels.ops import Docs, Order
 from trireme.models.families.scans import Scan
-from trireme.models.sizes.costs import attended_pairs, recurrence_flops
+from trireme.models.sizes.costs import HEADS, attended_pairs, recurrence_flops
 
 TORCH_PRODUCTS = {"mm": 0, "addmm": 1, "addmm_": 1}  # number of the argument that is the first matrix
 NO_LAUNCH = ("empty", "new_empty", "detach", "_to_copy")  # begins of names; a copy of the same dtype is a view
@@ -45,7 +45,9 @@ def _attention(kind: str, at: int, window: int, share: tuple[int, int]) -> Calla
         q, v = args[at], args[at + 2]
         docs = next(a for a in args if isinstance(a, Docs))
         pairs = attended_pairs(docs.lengths, args[window] if len(args) > window else 0)
-        return kind, 2.0 * pairs * q.shape[1] * (share[0] * q.shape[2] + share[1] * v.shape[2])
+        width = max(q.shape[2], v.shape[2])
+        of = f"{kind} {next((most for most in HEADS if width <= most), HEADS[-1])}"
+        return of, 2.0 * pairs * q.shape[1] * (share[0] * q.shape[2] + share[1] * v.shape[2])
 
     return flops
 

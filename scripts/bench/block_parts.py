@@ -140,7 +140,7 @@ def parts_rate(cfg: ModelConfig, tokens: int, seq: int, device: torch.device) ->
     """
     forward, backward = gemms(cfg, tokens, device)
     calls = [*forward, *backward, *_attention(cfg, tokens // seq, seq, device)]
-    pairs = costs.layer_pairs(cfg, [seq] * (tokens // seq))
+    pairs = costs.layer_pairs(cfg.layers, [seq] * (tokens // seq))
     flops = measure.forward_flops(cfg, 1, tokens, pairs) + measure.backward_flops(cfg, 1, tokens, pairs)
     return sustained(calls, flops, device)
 

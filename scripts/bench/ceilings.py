@@ -85,7 +85,7 @@ def lower_bounds(spans: Sequence[Span], ceilings: Rates, adam_params: float) -> 
 def blended(cfg: ModelConfig, plan: Plan, tokens: int, seq: int, rates: Rates) -> Rates:
     """`rates` with `adam` of the plan's moments, and `matmul` of a step's FLOPs, some of them in fp8 at its rate."""
     cfg, rates = plan.cut(cfg), rates.with_moments(plan.adam_bits)
-    pairs, head = costs.layer_pairs(cfg, [seq] * (tokens // seq)), cfg.n_units - 1
+    pairs, head = costs.layer_pairs(cfg.layers, [seq] * (tokens // seq)), cfg.n_units - 1
     flops = quick = 0.0
     for u in range(1, head + 1):
         kept = frozenset(name for name, _ in plan.units[u].saved)

@@ -207,7 +207,7 @@ def against_bound(a: Arguments, e: Engine, rates: Rates, run: Run) -> dict[str, 
     step_s, bounds = statistics.median(run.times), lower_bounds(run.last, ceilings, on_cpu)
     at_work = busy(run.last) | {"ssd": measured(run.last)["ssd"]}
     bound = max(bounds, key=lambda queue: bounds[queue])
-    flops = costs.model_flops(e.cfg, a.tokens, costs.layer_pairs(e.cfg, [a.seq] * (a.tokens // a.seq)))
+    flops = costs.model_flops(e.cfg, a.tokens, costs.layer_pairs(e.cfg.layers, [a.seq] * (a.tokens // a.seq)))
     print(f"{'queue':10} {'bound s':>9} {'busy s':>9}")
     for queue in bounds:
         print(f"{queue:10} {bounds[queue]:9.3f} {at_work.get(queue, 0):9.3f}")

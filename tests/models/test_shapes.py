@@ -40,8 +40,8 @@ def test_pairs_of_a_layer_are_the_mean_over_windows():
     lengths = [1, 7, 4]
     by_layer = [costs.attended_pairs(lengths, cfg.layers[i].attention.window) for i in range(4)]
     assert by_layer == [by_layer[0]] * 3 + [costs.attended_pairs(lengths)]
-    assert costs.layer_pairs(cfg, lengths) == sum(by_layer) // 4
-    assert costs.layer_pairs(GPT2, lengths) == costs.attended_pairs(lengths)
+    assert costs.layer_pairs(cfg.layers, lengths) == sum(by_layer) // 4
+    assert costs.layer_pairs(GPT2.layers, lengths) == costs.attended_pairs(lengths)
 
 
 def test_model_flops_are_six_a_parameter():
