@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from trireme.models.config import InputError, ModelConfig
+from trireme.models.layers import hash_once
 from trireme.storage.untrusted import read_text
 
 Tier = Literal["gpu", "ram", "ssd"]
@@ -84,13 +85,7 @@ class UnitPlan:
     gpu: int = 0  # the GPU that computes with it
     peer: int = 0  # the GPU that holds tensors saved in tier "peer"
 
-    @cached_property
-    def _hash(self) -> int:
-        return hash(tuple(getattr(self, f.name) for f in fields(self)))
-
-    def __hash__(self) -> int:
-        """Computed once: a search compares the units of hundreds of plans."""
-        return self._hash
+    __hash__ = hash_once  # a search compares the units of hundreds of plans
 
     @property
     def lent(self) -> bool:
@@ -128,13 +123,7 @@ class Plan:
     hosts: int = 1  # hosts, each with some of a step's micro-batches; n_micro is then of each host
     host: int = 0  # this host
 
-    @cached_property
-    def _hash(self) -> int:
-        return hash(tuple(getattr(self, f.name) for f in fields(self)))
-
-    def __hash__(self) -> int:
-        """Computed once: a search looks its plans up by hash."""
-        return self._hash
+    __hash__ = hash_once  # a search looks its plans up by hash
 
     def __post_init__(self) -> None:
         for name in (*COUNTS, "at_once"):

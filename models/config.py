@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,7 @@ from trireme.models.families.scores import OUTPUT, STD, std_of, why_none
 from trireme.models.families.scores import class_of as class_of
 from trireme.models.families.scores import labels_of as labels_of
 from trireme.models.families.table import FAMILIES, OTHER_NAMES, WRAPPERS, text_of
-from trireme.models.layers import Attention, Layer, Mlp
+from trireme.models.layers import Attention, Layer, Mlp, hash_once
 from trireme.storage.untrusted import parse_json, read_small, shown, unreadable
 
 LARGEST = 1 << 20  # of config.json
@@ -140,13 +140,7 @@ class ModelConfig:
     trains: bool = True  # False: no gradients and no optimizer state; evaluation, sampling, a teacher
     mlp_rows: int = 1 << 14  # tokens of a tile of an MLP: its gradients are summed tile by tile
 
-    @cached_property
-    def _hash(self) -> int:
-        return hash(tuple(getattr(self, f.name) for f in fields(self)))
-
-    def __hash__(self) -> int:
-        """Computed once: counts and layouts are kept by configuration."""
-        return self._hash
+    __hash__ = hash_once  # counts and layouts are kept by configuration
 
     @cached_property
     def family(self) -> Family:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Literal
+from typing import Any, Literal
 
 from trireme.models.families.experts import Experts
 from trireme.models.families.latent import Latent
@@ -17,6 +17,14 @@ from trireme.models.families.rope import Rope
 from trireme.models.families.scans import Scan
 
 Act = Literal["silu", "gelu", "exact gelu", "relu2"]  # gelu: by tanh
+
+
+def hash_once(of: Any) -> int:
+    """The hash of a frozen dataclass, computed once: of what is a key of caches."""
+    known = vars(of)
+    if "_hash" not in known:
+        known["_hash"] = hash(tuple(getattr(of, field.name) for field in fields(of)))
+    return int(known["_hash"])
 
 
 @dataclass(frozen=True)
@@ -110,13 +118,7 @@ class Layer:
     parallel: bool = False  # mixers and MLPs read one input
     in_out: bool = False  # matrices are stored (in, out), not (out, in)
 
-    @cached_property
-    def _hash(self) -> int:
-        return hash(tuple(getattr(self, f.name) for f in fields(self)))
-
-    def __hash__(self) -> int:
-        """Computed once: counts and layouts are kept by layer."""
-        return self._hash
+    __hash__ = hash_once  # counts and layouts are kept by layer
 
     @cached_property
     def attention(self) -> Attention | None:
