@@ -12,7 +12,7 @@ import torch
 
 from trireme.engine.amounts import gib
 from trireme.engine.check.row import Row
-from trireme.engine.planner.host import available_ram, on_battery
+from trireme.engine.planner.host import available_ram
 from trireme.engine.planner.rates import CORE_ADAM, GB
 from trireme.engine.queues.cgroups import cores, update_threads
 from trireme.kernels.host_adamw import why_slow
@@ -50,8 +50,6 @@ def host(rates: Mapping[str, float]) -> Iterator[Row]:
     yield Row("host", "RAM that is free", f"{gib(free, 1)} of {gib(total, 1)}", low, {"bytes": free})
     if is_wsl():
         yield Row("host", "WSL2", "memory of the virtual machine", "raise memory= in .wslconfig, if RAM is short")
-    if on_battery():
-        yield Row("host", "power", "battery", "plug the charger in: rates on a battery are lower")
     dram, adam = rates["dram"], rates["adam"]
     slow = "one memory channel in use, or busy programs? Fill all channels" if dram < 20 * GB and may >= MANY else ""
     yield Row("host", "RAM bandwidth", f"{dram / GB:.0f} GB/s", slow, {"bytes_per_s": dram})

@@ -21,7 +21,6 @@ from trireme.storage.files import existing
 from trireme.storage.layout import round_up
 
 TEMPORARIES = 256 << 20  # RAM of plain torch in a step, and of libraries
-POWER = Path("/sys/class/power_supply")
 MEMINFO, STATM = Path("/proc/meminfo"), Path("/proc/self/statm")
 GPU_RESERVE = 512 << 20  # late kernels, library workspaces, fragmentation
 ALIKE = 1 << 30  # equal GPUs whose free memory differs by less have the least of it
@@ -107,21 +106,11 @@ def gpu_now(device: torch.device) -> dict[str, int]:
     return found
 
 
-def on_battery() -> bool:
-    """Whether a laptop runs on its battery."""
-    mains = []
-    for path in POWER.glob("*/online"):
-        with suppress(OSError):  # of a port that does not say
-            if (path.parent / "type").read_text().strip() != "Battery":
-                mains.append(path.read_text().strip())
-    return bool(mains) and all(online == "0" for online in mains)
-
-
 def available_ram() -> int:
-    """Bytes of RAM that this process may still take within its limits and control groups; beyond memory.high it would
+    """Bytes of RAM that this process may still take within its control groups; beyond memory.high it would
     be slowed down.
     """
-    found = [_unused_ram(), *_within_limits()]
+    found = [_unused_ram()]
     for group, limit, used in ((group, *files) for group, v in groups("memory") for files in MEMORY[v]):
         try:
             found.append(int((group / limit).read_text()) - int((group / used).read_text()) + _reclaimable(group))
@@ -150,17 +139,6 @@ def _unused_ram() -> int:
             if line.startswith("MemAvailable:"):
                 return int(line.split()[1]) << 10
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
-def _within_limits() -> list[int]:
-    """Bytes of address space and of data that limits of this process leave (ulimit -v, -d), where there are any."""
-    found = []
-    for field, which in ((0, resource.RLIMIT_AS), (5, resource.RLIMIT_DATA)):
-        limit, _ = resource.getrlimit(which)
-        if limit != resource.RLIM_INFINITY:
-            with suppress(OSError):  # no /proc
-                found.append(limit - int(STATM.read_text().split()[field]) * os.sysconf("SC_PAGE_SIZE"))
-    return found
 
 
 def memory_limits(device: torch.device, gpu_memory: int | None, ram: int | None, gpus: int = 1) -> Limits:

@@ -180,40 +180,26 @@ def machine_lines(rows: Sequence[Row]) -> list[str]:
     return lines
 
 
-def _rated(f: Forecast) -> float:
-    """Bytes that the drives are rated to be written; without a drive, those of a usual one."""
-    return f.machine.endurance or ENDURANCE * (f.machine.ssd or 2 * TB)
-
-
-def wear_warning(f: Forecast, written: Mapping[str, int], run_s: float | None) -> str:
-    """A warning if the run writes much of what the drives are rated for, and what would write less; else ""."""
-    rated, total = _rated(f), sum(written.values())
-    if total <= WORN * rated:
+def wear_line(f: Forecast, written: Mapping[str, int], run_s: float | None = None) -> str:
+    """Bytes read and written in a step, and written in all, compared with what drives are rated for, and what would
+    write less if that is much of it; "" if it is little.
+    """
+    rated, total = f.machine.endurance or ENDURANCE * (f.machine.ssd or 2 * TB), sum(written.values())
+    if total < LITTLE * rated and not f.plan.uses("ssd"):
         return ""
+    most = {what: nbytes for what, nbytes in written.items() if nbytes > PART * total}
+    parts = ", ".join(f"{what} {gb(nbytes)}" for what, nbytes in most.items())
+    read, wrote = (gb(nbytes) if nbytes else "nothing" for nbytes in (f.step.ssd_read, f.step.ssd_written))
+    within = f" in {run_s / 86400:.1f} days" if run_s and run_s > 86400 else ""
+    line = (
+        f"{read} read and {wrote} written a step, {gb(total)} written in all{within} ({parts}): "
+        f"{percent(total / rated)} of the {gb(rated)} that drives of this size are often rated for"
+    )
+    if total <= WORN * rated:
+        return line
     less = [] if f.cfg.lora else ["--lora 16"]
     if f.plan.adam_bits == 32 and f.step.ssd_written:
         with suppress(DoesNotFit):
             other = total - written["steps"] * (1 - f.in_8_bits.roughly.ssd_written / f.roughly.ssd_written)
             less.insert(0, f"--adam-bits 8 ({gb(other)})")
-    less.append("fewer and larger steps (--batch-size), or more RAM")
-    within = f" in {run_s / 86400:.1f} days" if run_s and run_s > 86400 else ""
-    return (
-        f"warning: the run writes {gb(total)}{within}, {percent(total / rated)} of the {gb(rated)} that drives of this "
-        f"size are often rated for. Less is written with {', '.join(less)}"
-    )
-
-
-def wear_line(f: Forecast, written: Mapping[str, int]) -> str:
-    """Bytes read and written in a step, and written in all, compared with what drives are rated for; "" if it is
-    little.
-    """
-    rated, total = _rated(f), sum(written.values())
-    if total < LITTLE * rated and not f.plan.uses("ssd"):
-        return ""
-    most = {what: nbytes for what, nbytes in written.items() if nbytes > PART * total}
-    parts = ", ".join(f"{what} {gb(nbytes)}" for what, nbytes in most.items())
-    read, each = (gb(nbytes) if nbytes else "nothing" for nbytes in (f.step.ssd_read, f.step.ssd_written))
-    return (
-        f"{read} read and {each} written a step, {gb(total)} written "
-        f"in all ({parts}): {percent(total / rated)} of the {gb(rated)} that drives of this size are often rated for"
-    )
+    return f"{line}. Less is written with {', '.join(less)}, fewer and larger steps (--batch-size), or more RAM"

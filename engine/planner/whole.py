@@ -21,7 +21,6 @@ FIXED, CLOSING = 0.1, 0.25  # to write files durably; to end threads, free pinne
 LOADING, OPENED = 1.7e9, 0.2  # bytes/s of values from a checkpoint to their placement, at most; seconds in addition
 COPIED = 4e9  # bytes/s of a copy from RAM or a GPU to RAM that is not pinned
 TOKEN = 40  # kernels of a block for a sampled token, which take 0.65 ms
-AGAIN = 0.5  # share of the planning time for the second search, after the traced step
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,6 @@ from trireme.engine.planner.lines import (
     ready_line,
     unmeasured_line,
     wear_line,
-    wear_warning,
 )
 from trireme.engine.planner.whole import Events, compile_s, estimated_parts, evaluation_s, written
 from trireme.engine.run import screen
@@ -42,10 +41,9 @@ def lines(job: Job) -> Iterator[str]:
     f, o, full = job.forecast, job.options, job.options.verbose or job.options.dry_run
     steps_s = job.total_steps * f.step.step_s if job.on_gpu else None
     writes = written(f, job.total_steps, events(job, 0, steps_s))
-    yield from filter(None, [wear_warning(f, writes, steps_s)])
     unmeasured = unmeasured_line(f, bool(o.assume)) if job.on_gpu else ""
     tuned = f"{count(len(job.launches), 'kernel')} as tuned by check --tune" if job.launches else ""
-    wear = wear_line(f, writes) if full or job.plan.uses("ssd") else ""
+    wear = wear_line(f, writes, steps_s) if full or job.plan.uses("ssd") else ""
     for label, texts in {
         "model": _model(job),
         "data": job.data.report.lines() if job.read else [_no_data(job)],

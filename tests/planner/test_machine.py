@@ -3,7 +3,6 @@
 import json
 import math
 import os
-import resource
 import shutil
 from dataclasses import replace
 from types import SimpleNamespace
@@ -312,18 +311,6 @@ def test_memory_is_not_planned_beyond_where_a_cgroup_throttles(tmp_path, monkeyp
     assert host.available_ram() == 300
 
 
-@pytest.mark.parametrize(("which", "field"), [(resource.RLIMIT_AS, 0), (resource.RLIMIT_DATA, 5)])
-def test_memory_is_not_planned_beyond_limits_of_the_process(tmp_path, monkeypatch, which, field):
-    """ulimit -v and -d, as batch systems set them."""
-    pages = [0] * 7
-    pages[field] = 1000
-    (tmp_path / "statm").write_text(" ".join(map(str, pages)) + "\n")
-    monkeypatch.setattr(host, "STATM", tmp_path / "statm")
-    limits = {which: 1000 * os.sysconf("SC_PAGE_SIZE") + 300}
-    monkeypatch.setattr(resource, "getrlimit", lambda asked: (limits.get(asked, resource.RLIM_INFINITY), -1))
-    assert host.available_ram() == 300
-
-
 @pytest.mark.parametrize(
     ("own", "files", "cores"),
     [
@@ -359,23 +346,6 @@ def test_where_proc_is_hidden_memory_is_known_all_the_same(tmp_path, monkeypatch
         (tmp_path / "meminfo").write_text(text)
     assert host._unused_ram() == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     assert 64 << 20 <= host.resident() < 64 << 30
-
-
-@pytest.mark.parametrize(
-    ("supplies", "battery"),
-    [({}, False), ({"BAT0": ("Battery", "1")}, False), ({"AC": ("Mains", "1")}, False), ({"AC": ("Mains", "0")}, True),
-     ({"AC": ("Mains", "0"), "usb": ("USB", "1")}, False), ({"AC": ("Mains", "0"), "usb": ("USB", None)}, True)],
-)  # fmt: skip
-def test_a_laptop_may_be_on_its_battery(tmp_path, monkeypatch, supplies, battery):
-    monkeypatch.setattr(host, "POWER", tmp_path)
-    for name, (kind, online) in supplies.items():
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "type").write_text(f"{kind}\n")
-        if online is None:  # reading it fails, as that of a port without a supply
-            (tmp_path / name / "online").mkdir()
-        else:
-            (tmp_path / name / "online").write_text(f"{online}\n")
-    assert host.on_battery() == battery
 
 
 def test_a_gpu_in_another_slot_or_at_another_power_limit_is_another(monkeypatch):

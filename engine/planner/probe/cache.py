@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from trireme.engine.planner.host import LASTING, gpu_now, on_battery
+from trireme.engine.planner.host import LASTING, gpu_now
 from trireme.engine.queues.cgroups import cores
 from trireme.kernels.private import cache_folder
 from trireme.storage.files import replace_synced
@@ -68,12 +68,12 @@ def _place(identity: dict[str, Any]) -> tuple[Path | None, dict[str, Any]]:
 
 
 def chips_now(device: torch.device, dtype: str) -> dict[str, Any]:
-    """The identity `chips`, with what their speed depends on now: a GPU's slot and power limit, mains or battery."""
+    """The identity `chips`, with what their speed depends on now: a GPU's slot and power limit."""
     if device.type != "cuda":
         return chips(device, dtype)
     lasting = {name: value for name, value in gpu_now(device).items() if name in LASTING}
     state = {"uuid": str(torch.cuda.get_device_properties(device).uuid), **lasting}
-    return chips(device, dtype) | {"now": state, "battery": on_battery()}
+    return chips(device, dtype) | {"now": state}
 
 
 def chips(device: torch.device, dtype: str) -> dict[str, Any]:
