@@ -164,21 +164,17 @@ def test_a_measured_step_of_a_mixture_is_met():
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(
-    ("name", "base", "launch", "seconds"), [("gemma-4-31b", "nf4", 2.11e-5, 5.51), ("gemma-4-26b", "", 3.69e-5, 1.90)]
-)
-def test_measured_steps_with_heads_of_512_are_met(name, base, launch, seconds):
-    """Adapters of 16 on Gemma 4 in 24 GiB of an H200 and 90 GiB of RAM, 16,384 tokens in sequences of 2,048."""
-    cfg = find_model(name)
+def test_a_measured_step_with_heads_of_512_is_met():
+    """Gemma 4 31B in nf4 with adapters, 24 GiB of an H200 and 90 of RAM, 16,384 tokens, sequences of 2,048: 5.51 s."""
+    cfg = find_model("gemma-4-31b")
     cfg = adapted(cfg, Lora(16, 32.0, targets(cfg, ())))
-    if base:
-        cfg = quantized(cfg, outlined(cfg, Path()), base, {name: name for name in shapes.stored_tensors(cfg)})[0]
+    cfg = quantized(cfg, outlined(cfg, Path()), "nf4", {name: name for name in shapes.stored_tensors(cfg)})[0]
     rates = Rates(7.91e14, 3.68e12, 5.36e10, 5.52e10, 5.26e9, 2.31e11, duplex=0.88, reading=0.72, concurrent=1.0)
-    rates = replace(rates, launch_overhead=launch, task=9.64e-5)
+    rates = replace(rates, launch_overhead=2.11e-5, task=9.64e-5)
     wanted = Wanted(((16384, 1), (8192, 2), (4096, 4), (2048, 8)), document=2048)
     plan = choose(cfg, Limits(24_588_000_000, 91_800_000_000), rates, wanted).plan
     step = predict(cfg, plan, rates, Batch(plan.tokens, 2048, plan.n_micro)).step_s
-    assert step == pytest.approx(seconds, rel=0.05)
+    assert step == pytest.approx(5.51, rel=0.05)
 
 
 def test_experts_products_are_slower_than_dense_ones_and_small_groups_slower_still():
