@@ -85,9 +85,9 @@ class Rates:
         return replace(self, **{name: getattr(self, name) * share for name in names})
 
 
-# Shares of `matmul` that attention reaches in long documents, forward and backward, by width of heads (costs.HEADS). Of
-# 128 measured on an H200, and taken for 256; of 512 from steps of Gemma 4 there.
-ATTENTION = {128: (0.76, 0.50), 256: (0.76, 0.50), 512: (0.12, 0.08)}
+# Shares of `matmul` that attention reaches in long documents, forward and backward, by width of heads (costs.HEADS), on
+# an H200: of 128 in steps, of 512 alone, 8 x 2,048 tokens; 256 is taken to be as 128.
+ATTENTION = {128: (0.76, 0.50), 256: (0.76, 0.50), 512: (0.25, 0.11)}
 
 COMPUTATION = ("forward", "backward", "loss", "finish")
 

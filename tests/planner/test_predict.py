@@ -2,7 +2,6 @@
 
 import math
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from engines import FALCON_H1, HYBRID, LLAMA
@@ -13,7 +12,6 @@ from plans import ADAPTED, H200, ONE_B, RATES, SEVEN_B, SMALL, llama, plan
 from trireme.engine.buffers import usage
 from trireme.engine.geometry import ADAM_BYTES, Geometry
 from trireme.engine.plan import Limits, Plan, UnitPlan
-from trireme.engine.planner.choose import choose
 from trireme.engine.planner.gpus import GPUS
 from trireme.engine.planner.predict import WITHIN, Batch, predict, unit_seconds
 from trireme.engine.planner.rates import Rates, assume, rates_of
@@ -21,8 +19,6 @@ from trireme.engine.planner.rule import Wanted, simple_plan
 from trireme.engine.planner.simulate import is_copy
 from trireme.engine.planner.sizes import find_model
 from trireme.engine.tuning.chosen import adapted, targets
-from trireme.engine.tuning.packed_source import outlined
-from trireme.engine.tuning.quantized import quantized
 from trireme.models.config import InputError, Lora
 from trireme.models.sizes import measure, shapes
 
@@ -161,20 +157,6 @@ def test_a_measured_step_of_a_mixture_is_met():
     rates = replace(rates, launch_overhead=1.87e-5)
     plan = simple_plan(cfg, Limits(24_581_963_776, 73_861_693_440), Wanted(((8192, 4),), document=4096))
     assert predict(cfg, plan, rates, Batch(8192, 4096, 4)).step_s == pytest.approx(3.03, rel=0.1)
-
-
-@pytest.mark.full
-def test_a_measured_step_with_heads_of_512_is_met():
-    """Gemma 4 31B in nf4 with adapters, 24 GiB of an H200 and 90 of RAM, 16,384 tokens, sequences of 2,048: 5.51 s."""
-    cfg = find_model("gemma-4-31b")
-    cfg = adapted(cfg, Lora(16, 32.0, targets(cfg, ())))
-    cfg = quantized(cfg, outlined(cfg, Path()), "nf4", {name: name for name in shapes.stored_tensors(cfg)})[0]
-    rates = Rates(7.91e14, 3.68e12, 5.36e10, 5.52e10, 5.26e9, 2.31e11, duplex=0.88, reading=0.72, concurrent=1.0)
-    rates = replace(rates, launch_overhead=2.11e-5, task=9.64e-5)
-    wanted = Wanted(((16384, 1), (8192, 2), (4096, 4), (2048, 8)), document=2048)
-    plan = choose(cfg, Limits(24_588_000_000, 91_800_000_000), rates, wanted).plan
-    step = predict(cfg, plan, rates, Batch(plan.tokens, 2048, plan.n_micro)).step_s
-    assert step == pytest.approx(5.51, rel=0.05)
 
 
 def test_experts_products_are_slower_than_dense_ones_and_small_groups_slower_still():
