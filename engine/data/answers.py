@@ -6,14 +6,14 @@ import json
 import math
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from decimal import Decimal
 from typing import Any, Literal, NamedTuple
 
 from trireme.engine.data import forms
 from trireme.engine.data.forms import FORMS, HISTORY, TALK, Chat, Example, Form, Text, filled, string, talk
-from trireme.engine.data.messages import role_of
+from trireme.engine.data.messages import is_message, role_of
 from trireme.engine.data.read import EMPTY, BadRow, Fields
 from trireme.models.config import InputError
 from trireme.storage.untrusted import shown
@@ -27,12 +27,11 @@ SIGNS = {  # of labelled answers: good, bad
 }
 MOST = 1000  # classes that are looked for
 _HUMAN, _ASSISTANT = "\n\nHuman:", "\n\nAssistant:"  # of Anthropic's hh-rlhf
-_PROMPTS = ("question", "query", "instruction", "input", "problem", "context", "user")  # other names of a prompt
 _LIKELY = {  # columns that --map is advised for, if it then reads the row
     "instruction": ("question", "query", "problem", "prompt", "input", "user"),
     "output": ("answer", "response", "reply", "solution", "completion", "assistant"),
     "text": ("content", "body", "document", "article"),
-    "prompt": ("sentence1", "premise", "question1", "text1"),
+    "prompt": ("sentence1", "premise", "question1", "text1", "question", "query", "instruction", "input", "problem"),
     "completion": ("sentence2", "hypothesis", "question2", "text2"),
 }
 _WHOLE = re.compile(r"-?\d{1,18}")
@@ -50,13 +49,13 @@ class Read(NamedTuple):
     value: float = 0.0
 
 
-class _How(NamedTuple):
-    """How rows are read: as of `read`."""
+class _Misnamed(BadRow):
+    """A row that other names of its columns may make one that is read."""
 
-    renames: Mapping[str, str]
-    kind: Kind
-    classes: Mapping[str, int]
-    table: bool
+    def __init__(self, fault: str, ways: Iterable[dict[str, str]], advice: str = ""):
+        """`ways`: renames as of --map; `advice`: where none of them helps."""
+        super().__init__(fault)
+        self.ways, self.advice = ways, advice
 
 
 def parse_map(text: str | None) -> dict[str, str]:
@@ -80,46 +79,60 @@ def read(
     BadRow.
     """
     try:
-        return _read(raw, _How(renames, kind, classes or {}, table))
+        row, numbers = forms.normal(raw, renames, table), classes or {}
+        try:
+            return _read(row, renames.values(), kind, numbers)
+        except _Misnamed as error:
+            advice = error.advice
+            for way in error.ways:
+                with suppress(BadRow):
+                    _read(forms.normal(row, way, table), {*renames.values(), *way.values()}, kind, numbers)
+                    names = {theirs: way.get(ours, ours) for theirs, ours in renames.items()}
+                    names |= {theirs: ours for theirs, ours in way.items() if theirs in raw.keys() - renames.keys()}
+                    advice = f" Perhaps --map {','.join(f'{ours}={theirs}' for theirs, ours in names.items())}."
+                    break
+            raise BadRow(f"{error}{advice}") from None
     except RecursionError:
         raise BadRow("is nested too deeply") from None
 
 
-def _read(raw: Fields, how: _How) -> Read:
-    row, kind = forms.normal(raw, how.renames, how.table), how.kind
+def _read(row: Fields, mapped: Collection[str], kind: Kind, classes: Mapping[str, int]) -> Read:
+    """`row`: normal; `mapped`: our names that --map gives. Raises BadRow."""
     forms.check_row(row)
     if row.get("label") is None and row.get("kto_tag") is not None:
-        row = {**{key: value for key, value in row.items() if key != "kto_tag"}, "label": row["kto_tag"]}
-    weight, known = _number(row, "weight", 1.0), ["weight"]
-    if weight is None:
-        weight, known = 1.0, []  # a column of something else
+        row = {**row, "label": row["kto_tag"], "kto_tag": None}
+    weight, value = _number(row, "weight", 1.0), 0.0
+    known = ["weight"] if weight is not None else []  # else a column of something else
+    weight = 1.0 if weight is None else weight
     if weight <= 0:
         raise BadRow(f"'weight' is {weight:g}, expected a number above 0; leave out a row that is not to count")
-    mapped = how.renames.values()
     pair = None if _SIDES.isdisjoint(row) else forms.find_form(row, PAIRS, mapped)
     if kind in ("pairs", "rewards") or (kind == "labels" and pair and row.get("label") in EMPTY):
+        if pair is None:
+            raise _unknown(row, PAIRS)
         margin = _number(row, "margin", 0.0) if kind == "rewards" else 0.0
-        known += ["margin"] if kind == "rewards" else []
-        if pair is None or margin is None:
-            raise BadRow(_unknown(raw, row, PAIRS, how) if margin is not None else "'margin' is not a number")
-        examples = pair.read(row)
+        if margin is None:
+            raise BadRow("'margin' is not a number")
+        examples, known = pair.read(row), [*known, *(["margin"] if kind == "rewards" else [])]
         return Read(pair.name, examples, forms.unused_of(row, pair, examples[0], known), weight, margin)
-    form = forms.find_form({key: value for key, value in row.items() if key != "label"} if kind else row, FORMS, mapped)
-    fault = _preferences(raw, row, pair, form, how) if kind == "" else ""
-    if form is None or fault or (kind and row.get("label") is None):
-        raise BadRow(
-            fault or ("has no 'label'; --map label=YOURS names your column" if form else _unknown(raw, row, FORMS, how))
-        )
+    form = forms.find_form(row, FORMS, mapped)
     if kind == "":
-        example = form.read(row)
-        return Read(form.name, [example], forms.unused_of(row, form, example, known), weight)
-    talks, value = form.keys[0] in ("messages", "conversations"), 0.0
-    if kind == "classes":
-        example = forms.chat_of(row, form.keys[0], answered=False) if talks else form.read(row)
-        example = example._replace(ends=False) if isinstance(example, Text) else example
-        value = float(_labelled(_word(row["label"]), how.classes))
+        _refuse_preferences(row, pair, form)
+    if form is None:
+        raise _unknown(row, FORMS)
+    if kind and row.get("label") is None:
+        raise BadRow("has no 'label'; --map label=YOURS names your column")
+    if kind == "classes" and form.keys[0] in ("messages", "conversations"):
+        example: Example = forms.chat_of(row, form.keys[0], answered=False)
     else:
-        example = _last(form.read(row))
+        example = form.read(row)
+    if kind == "":
+        return Read(form.name, [example], forms.unused_of(row, form, example, known), weight)
+    if kind == "classes":
+        example = example._replace(ends=False) if isinstance(example, Text) else example
+        value = float(_labelled(_word(row["label"]), classes))
+    else:
+        example = _last(example)
         weight *= _labelled(str(row["label"]).strip().lower(), SIGNS)
     return Read(f"{form.name},label", [example], forms.unused_of(row, form, example, [*known, "label"]), weight, value)
 
@@ -137,49 +150,41 @@ def _number(row: Mapping[str, Any], key: str, default: float) -> float | None:
 # ---------------------------------------------------------------- rows of another form
 
 
-def _unknown(raw: Fields, row: Fields, among: Sequence[Form], how: _How) -> str:
-    """What is wrong with a row of no form: the row, what is expected, and what its shape or a --map that works says."""
+def _unknown(row: Fields, among: Sequence[Form]) -> BadRow:
+    """A row of no form: as read, what is expected, and what its shape says, or the names that make it one."""
     seen = shown(json.dumps(row, ensure_ascii=False, default=str), 200)
     known = "; ".join(", ".join(form.keys) for form in among)
-    advice = forms.shape_of(row) or _map_that_reads(raw, how, [_likely(raw, form, how) for form in among])
-    names = "chosen=better,rejected=worse" if among is PAIRS else "instruction=question,output=answer"
     near = " Labelled answers are for --method kto." if among is PAIRS and row.get("label") is not None else ""
-    way_out = advice or f" Rename columns, as in --map {names}."
-    return f"no known form of a row: {seen}. Expected the keys {known}.{way_out}{near}"
+    fault = f"no known form of a row: {seen}. Expected the keys {known}.{near}"
+    if shape := forms.shape_of(row):
+        return BadRow(fault + shape)
+    names = "chosen=better,rejected=worse" if among is PAIRS else "instruction=question,output=answer"
+    return _Misnamed(fault, [_likely(row, form) for form in among], f" Rename columns, as in --map {names}.")
 
 
-def _likely(raw: Fields, form: Form, how: _How) -> dict[str, str]:
+def _likely(row: Fields, form: Form) -> dict[str, str]:
     """Renames that give a row the keys of a form; none if a key has no or several columns."""
-    names = {how.renames.get(key, key).lower(): key for key in raw if key == key.strip()}
+    names = {key.lower(): key for key in row if key == key.strip()}
+    turns = [key for key, value in row.items() if isinstance(value, list) and value and all(map(is_message, value))]
     likely = {ours: (ours,) if ours in names else _LIKELY.get(ours, ()) for ours in form.keys}
     columns = {ours: [names[name] for name in likely[ours] if name in names] for ours in form.keys}
     columns |= {ours: [names[ours]] for ours in form.others if ours in names}
+    columns |= {"messages": turns} if form.keys == ("messages",) else {}
     clear = all(len(theirs) == 1 for theirs in columns.values())
     return {theirs[0]: ours for ours, theirs in columns.items() if theirs[0] != ours} if clear else {}
 
 
-def _map_that_reads(raw: Fields, how: _How, ways: Iterable[Mapping[str, str]]) -> str:
-    """The first of these renames with which a row is read, with those of --map, as this option; else ""."""
-    for renames in ({**how.renames, **way} for way in ways if way):
-        with suppress(BadRow):
-            _read(raw, how._replace(renames=renames))
-            return " Perhaps --map " + ",".join(f"{ours}={theirs}" for theirs, ours in renames.items()) + "."
-    return ""
-
-
-def _preferences(raw: Fields, row: Fields, pair: Form | None, form: Form | None, how: _How) -> str:
-    """What is wrong with a row that is a pair or a labelled answer, with a --map that trains on the good answers."""
+def _refuse_preferences(row: Fields, pair: Form | None, form: Form | None) -> None:
+    """Raises BadRow if a row is a pair or a labelled answer, with a --map that trains on the good answers."""
     if pair:
         good, bad = pair.keys[-2:]
         ways = [{good: ours, bad: "unused"} for ours in ("output", "completion", "messages", "text")]
     elif form and form.keys[0] not in ("text", "input_ids") and str(row.get("label")).strip().lower() in SIGNS:
-        ways = [{key: "unused" for key in raw if how.renames.get(key, key) in ("label", "kto_tag")}]
+        ways = [dict.fromkeys(("label", "kto_tag"), "unused")]
     else:
-        return ""
-    way_out = _map_that_reads(raw, how, ways).removeprefix(" Perhaps") or " write messages, or prompt and completion."
-    return (
-        f"is preference data: --method dpo reads pairs, kto labelled answers. To train on the good ones alone:{way_out}"
-    )
+        return
+    what = "is preference data, for --method dpo (pairs) or kto (labelled answers); the good answers alone can be text."
+    raise _Misnamed(what, ways, " Write them as messages, or as prompt and completion.")
 
 
 # ---------------------------------------------------------------- pairs
@@ -215,10 +220,10 @@ def _joined_texts(row: Fields, context: str | None, mine: str, other: str) -> Ex
         return _of_dialogue(mine, other)
     if context is None:
         context = re.sub(r"\s*\S*\Z", "", os.path.commonprefix([mine, other]))
-        names = [key for key in _PROMPTS if isinstance(row.get(key), str) and row[key].strip()]
-        if names or not context:
-            way_out = f"Is it {names[0]!r}? --map prompt={names[0]}, else unused={names[0]}" if names else "Add one"
-            raise BadRow(f"has no 'prompt', and 'chosen' and 'rejected' are not whole dialogues. {way_out}")
+        ways = [{name: "prompt"} for name in _LIKELY["prompt"] if isinstance(row.get(name), str) and row[name].strip()]
+        if ways or not context:
+            fault = "has no 'prompt', and 'chosen' and 'rejected' are not whole dialogues: --map prompt=YOURS names it"
+            raise _Misnamed(f"{fault}, unused=YOURS leaves a column out.", ways)
     for prompt in (context, context.strip()):
         if prompt.strip() and mine.startswith(prompt) and other.startswith(prompt):
             return forms.completion(prompt, mine[len(prompt) :], "an answer behind its prompt")
@@ -240,19 +245,14 @@ def _of_dialogue(mine: str, other: str) -> Example:
 
 
 def _apart(context: list[Any], mine: list[Any], other: list[Any]) -> tuple[list[Any], list[Any]]:
-    """(messages before the answer, the answer's). What both sides begin with is before; it may hold the context, or go
-    on from its end.
-    """
+    """(messages before the answer, the answer's). What both sides begin with is before; it may hold the context."""
     same = 0
     while same < min(len(mine), len(other)) - 1 and mine[same] == other[same]:
         same += 1
     shared, answer = mine[:same], mine[same:]
     prompt, start = ([(role_of(m), _content(m)) for m in messages] for messages in (context, shared))
-    within = all(turn in start for turn in prompt)
-    joint = next((n for n in range(min(len(prompt), len(start)), 0, -1) if prompt[-n:] == start[:n]), 0)
-    before = shared if within else [*context[: len(context) - joint], *shared]
-    role = "assistant" if shared else role_of(answer[0]) or "assistant"
-    if not before or (start and not within and not joint) or role not in forms.ANSWERING:
+    before = shared if all(turn in start for turn in prompt) else [] if shared else context
+    if not before or not (shared or role_of(answer[0]) in (*forms.ANSWERING, "")):
         raise BadRow("'chosen' and 'rejected' do not begin with the prompt, or with one message that both have")
     return before, answer
 

@@ -222,10 +222,9 @@ class Rows:
     `position` of `size` bytes are read; `unit` is what Row.number counts, "line" or "row". Reading raises InputError.
     """
 
-    def __init__(self, paths: Sequence[Path], most: int | None = None, separators: Sequence[str] = ()):
+    def __init__(self, paths: Sequence[Path], most: int | None = None):
         self.size, self.unit = sum(path.stat().st_size for path in paths), "line"
-        self._paths, self._most, self._separators = paths, most, {read.SEPARATOR, *separators}
-        self._done = 0
+        self._paths, self._most, self._done = paths, most, 0
         self._raw: BinaryIO | None = None
 
     @property
@@ -254,7 +253,7 @@ class Rows:
                 elif kind in (".csv", ".tsv"):
                     yield from csv_rows(path, file, kind == ".tsv")
                 elif kind in TEXTS:
-                    yield from read.documents(path, file, self._separators)
+                    yield from read.documents(path, file)
                 else:
                     yield from read.json_lines(file) if lines else read.json_values(path, file)
         except UnicodeDecodeError as error:

@@ -106,8 +106,7 @@ class _File:
     def __init__(self, how: Preparation, source: DataFile):
         self.how, self.options, self.source = how, how.options, source
         self.vocabulary = how.codec.facts.vocab_size if how.codec else 1 << 31
-        eos = how.codec.facts.eos_token if how.codec else None
-        self.rows = Rows(source.files, self.options.max_samples, [eos] if eos else [])
+        self.rows = Rows(source.files, self.options.max_samples)
         self.classes = classes_of(self.options.labels)
         self.pending = deque[_Pending]()
         self.documents = list[tuple[np.ndarray, np.ndarray, _Pending]]()  # of the row that is being written

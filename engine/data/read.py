@@ -22,30 +22,30 @@ KINDS = (*LINES, ".json", ".csv", ".tsv", *TEXTS, *COLUMNS)
 PACKINGS = (".gz", ".zst")
 DAMAGES = (gzip.BadGzipFile, EOFError, zlib.error, OSError)  # OSError with an errno is none
 STDIN = "standard input"
-_SIGNS = {  # first bytes: what they begin, and what makes a file of it that can be read
-    b"\x1f\x8b": ("gzip", ".gz", "zcat"),
-    b"\x28\xb5\x2f\xfd": ("Zstandard", ".zst", "zstdcat"),
-    b"PAR1": ("Parquet", ".parquet", ""),
-    b"ARROW1": ("Arrow", ".arrow", ""),
-    b"BZh": ("bzip2", "", "bzcat"),
-    b"\xfd7zXZ": ("xz", "", "xzcat"),
-    b"PK\x03\x04": ("a zip archive", "", "unzip -p"),
-    b"\x04\x22\x4d\x18": ("LZ4", "", "lz4 -dc"),
-    b"<!DOCTYPE html": ("a web page: the file's address has /resolve/, not /blob/", "", ""),
-    b"<!doctype html": ("a web page: the file's address has /resolve/, not /blob/", "", ""),
-    b"GGUF": ("a model in GGUF", "", ""),
-    b"version https://git-lfs": ("a pointer of Git LFS", "", "git lfs pull -I"),
-    b"\xff\xfe": ("UTF-16", "", "iconv -f UTF-16 -t UTF-8"),
-    b"\xfe\xff": ("UTF-16", "", "iconv -f UTF-16 -t UTF-8"),
+_SIGNS = {  # how a file begins: what it is, and what makes a file of it that can be read
+    rb"\x1f\x8b": ("gzip", ".gz", "zcat"),
+    rb"\x28\xb5\x2f\xfd": ("Zstandard", ".zst", "zstdcat"),
+    rb"PAR1": ("Parquet", ".parquet", ""),
+    rb"ARROW1": ("Arrow", ".arrow", ""),
+    rb"BZh": ("bzip2", "", "bzcat"),
+    rb"\xfd7zXZ": ("xz", "", "xzcat"),
+    rb"PK\x03\x04": ("a zip archive", "", "unzip -p"),
+    rb"(?i)<!doctype html": ("a web page: the file's address has /resolve/, not /blob/", "", ""),
+    rb"GGUF": ("a model in GGUF", "", ""),
+    rb"version https://git-lfs": ("a pointer of Git LFS", "", "git lfs pull -I"),
+    rb"\xff\xfe|\xfe\xff": ("UTF-16", "", "iconv -f UTF-16 -t UTF-8"),
 }
 _PART = 1 << 16  # bytes read at once
+_ROW = re.compile(r'\[?\s*\{\s*"')  # how JSON of rows begins
 _NAMES = {"messages", "conversations", "text", "prompt", "completion", "instruction", "output", "input_ids", "chosen"}
 SEPARATOR = "<|endoftext|>"  # ends a document of running text, whatever the tokenizer
 EMPTY: tuple[Any, ...] = (None, "", [], {})  # says as much as a key that is not there
 ROW = 1 << 28  # bytes or characters, at most: beyond any model, within memory
 TOO_LARGE = f"is longer than {ROW >> 20} MiB. Part it into several rows, or give running text as a .txt file"
 CONTEXT = 64  # characters on each side of a piece of a long text, which decide its tokens at the borders
-_PIECE = 1 << 18  # characters of a piece, at least; and of a line that are read at once
+_PIECE = 1 << 18  # characters that are read at once, and of a piece, if a line ends behind them
+_MOST = 2 * _PIECE + CONTEXT + len(SEPARATOR)  # characters of a text that is not divided
+_LINE = re.compile(r"\n(?=\S)")  # before a line that a piece may begin with
 _CHUNK = 1 << 20  # characters of a .json that are read at once
 _BOM, _SPACE = b"\xef\xbb\xbf", b" \t\r\n"
 
@@ -117,22 +117,19 @@ def _foreign(line: bytes, name: str, suffix: str) -> str:
     """What is wrong with a file by its first line and its name's suffix ("": standard input), and what to do."""
     if not line:
         return "is empty. Name another file with --data"
-    what, ending, command = next((of for sign, of in _SIGNS.items() if line.startswith(sign)), ("", "", ""))
-    if what and (not suffix or suffix != ending):
+    what, ending, command = next((of for sign, of in _SIGNS.items() if re.match(sign, line)), ("", "", ""))
+    if what and ending and suffix:
+        return f"is {what}. Rename it, so that it ends in {ending}" if suffix != ending else ""
+    if what:
         convert = f"Convert it first: {command} {quoted(name) if suffix else 'FILE | trireme …'}"
-        rename = f"Rename it, so that it ends in {ending}" if ending and suffix else ""
-        return f"is {what}. {rename or (convert if command else 'Name a file of rows')}"
+        return f"is {what}. {convert if command else 'Name a file of rows'}"
     text = line.decode("utf-8", "replace").strip("\ufeff \t\r\n")
-    is_json = re.match(r'\[?\s*\{\s*"', text) and _NAMES & {*re.findall(r'"(\w+)"\s*:', text)}
+    if suffix in (*TEXTS, ".csv", ".tsv") and _ROW.match(text) and _NAMES & {*re.findall(r'"(\w+)"\s*:', text)}:
+        return "holds rows of JSON. Rename it, so that it ends in .jsonl"
     cells = [cell.strip('"') for cell in re.split(r"[,;\t]", text)]
-    faults = {
-        "holds rows of JSON. Rename it, so that it ends in .jsonl": is_json and suffix in (*TEXTS, ".csv", ".tsv"),
-        "holds NUL bytes, and is read as JSON lines or as text in UTF-8. Name the file": not suffix and "\0" in text,
-        "looks like a table, and is read as JSON lines or as text. Name the file": (
-            not suffix and len(cells) > 1 and bool(_NAMES & {*cells})
-        ),
-    }
-    return next((fault for fault, wrong in faults.items() if wrong), "")
+    if not suffix and len(cells) > 1 and not _NAMES.isdisjoint(cells):
+        return "looks like a table, and is read as JSON lines or as text. Name the file"
+    return ""
 
 
 def unpacked(path: Path, raw: BinaryIO) -> BinaryIO:
@@ -262,46 +259,28 @@ def json_values(path: Path, file: BinaryIO) -> Iterator[Row]:
 # ---------------------------------------------------------------- running text
 
 
-def documents(path: Path, file: BinaryIO, separators: set[str]) -> Iterator[Row]:
-    """Yields pieces of documents, which end at lines in `separators`, and at SEPARATOR within a line. Lines may have
-    any length. A piece begins with a line that does not begin with a space, if there is one, and waits for the text
-    after it.
-    """
-    parts, size, first, before = list[str](), 0, 0, ""
-    waiting: Row | None = None
-    for number, part, begins in _parts(path, file, separators):
-        if part is None or size >= (2 * _PIECE if begins and part[:1].isspace() else _PIECE):
-            text = "".join(parts).rstrip("\n" if part is None else "")
-            if waiting:
-                yield waiting._replace(after=text[:CONTEXT])
-            row = Row(first, {"text": text}, not waiting, part is None, before)
-            if part is None and (waiting or text.strip()):
-                yield row
-            waiting, before = (None, "") if part is None else (row, (before + text)[-CONTEXT:])
-            parts, size = [], 0
-        if part and (part := part if waiting or parts else part.lstrip("\n")):
-            first = first if parts else number
-            parts.append(part)
-            size += len(part)
-
-
-def _parts(path: Path, file: BinaryIO, separators: set[str]) -> Iterator[tuple[int, str | None, bool]]:
-    """Yields (line, text, whether a line begins with it) of lines and parts of long ones; None as the text ends a
-    document.
+def documents(path: Path, file: BinaryIO) -> Iterator[Row]:
+    """Yields pieces of documents, which end at SEPARATOR. A piece begins with a line that does not begin with a space,
+    if there is one where it may begin.
     """
     stream = io.TextIOWrapper(file, encoding="utf-8-sig")  # CRLF becomes LF
-    number, begins, rest = 0, True, ""
-    while part := rest + stream.readline(_PIECE):
-        number, rest = number + begins, ""
-        if "\0" in part:
-            raise InputError(f"{path} line {number} holds NUL bytes: is it text?")
-        if len(part) >= _PIECE and "<" in part[1 - len(SEPARATOR) :]:  # perhaps the beginning of a separator
-            at = part.rindex("<")
-            part, rest = part[:at], part[at:]
-        texts = ["", ""] if begins and part.strip() in separators else part.split(SEPARATOR)
-        for i, text in enumerate(texts):
-            if i:
-                yield number, None, True
-            yield number, text, begins or i > 0
-        begins = part.endswith("\n")
-    yield number, None, True
+    number, text, before, starts, block = 1, "", "", True, " "
+    while block:
+        block = stream.read(_PIECE)
+        if "\0" in block:
+            raise InputError(f"{path} holds NUL bytes: is it text?")
+        parts = (text + block).split(SEPARATOR)
+        for i, part in enumerate(parts):
+            text = part.lstrip("\n") if starts else part
+            number += len(part) - len(text)
+            if block and i + 1 == len(parts):
+                break  # the document may go on
+            if text.strip() or not starts:
+                yield Row(number, {"text": text.rstrip("\n")}, starts, True, before)
+            number, before, starts = number + text.count("\n"), "", True
+        if block and len(text) > _MOST:  # so what is behind a piece holds no beginning of a separator
+            line = _LINE.search(text, _PIECE, 2 * _PIECE)
+            stop = line.end() if line else 2 * _PIECE
+            piece, text = text[:stop], text[stop:]
+            yield Row(number, {"text": piece}, starts, False, before, text[:CONTEXT])
+            number, before, starts = number + piece.count("\n"), (before + piece)[-CONTEXT:], False

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 from trireme.engine.data.read import COLUMNS, PACKINGS, ROW, TOO_LARGE, BadRow, Row, file_kind, import_pyarrow
 from trireme.models.config import InputError
@@ -74,6 +74,7 @@ def column_rows(path: Path, file: BinaryIO, arrow: bool) -> Iterator[Row]:
     """Yields rows of Parquet or, with `arrow`, of Arrow's files and streams."""
     pyarrow, number = import_pyarrow(path), 0
     try:
+        file = file if file.seekable() else cast(BinaryIO, io.BytesIO(file.read()))
         schema, batches = _opened(pyarrow, file, arrow)
         if len(set(schema.names)) != len(schema.names):
             raise InputError(f"{path} names a column twice: {', '.join(schema.names)}.")
