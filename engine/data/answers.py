@@ -12,8 +12,8 @@ from decimal import Decimal
 from typing import Any, Literal, NamedTuple
 
 from trireme.engine.data import forms
-from trireme.engine.data.forms import FORMS, HISTORY, TALK, Chat, Example, Form, Text, filled, string, talk
-from trireme.engine.data.messages import is_message, role_of
+from trireme.engine.data.forms import FORMS, HISTORY, TALK, Chat, Example, Form, Text, string, talk
+from trireme.engine.data.messages import role_of
 from trireme.engine.data.read import EMPTY, BadRow, Fields
 from trireme.models.config import InputError
 from trireme.storage.untrusted import shown
@@ -32,6 +32,7 @@ _LIKELY = {  # columns that --map is advised for, if it then reads the row
     "output": ("answer", "response", "reply", "solution", "completion", "assistant"),
     "text": ("content", "body", "document", "article"),
     "prompt": ("sentence1", "premise", "question1", "text1", "question", "query", "instruction", "input", "problem"),
+    "messages": ("conversation", "conversations", "dialogue", "chat", "turns"),
     "completion": ("sentence2", "hypothesis", "question2", "text2"),
 }
 _WHOLE = re.compile(r"-?\d{1,18}")
@@ -99,21 +100,23 @@ def read(
 def _read(row: Fields, mapped: Collection[str], kind: Kind, classes: Mapping[str, int]) -> Read:
     """`row`: normal; `mapped`: our names that --map gives. Raises BadRow."""
     forms.check_row(row)
+    known = ["weight"]
     if row.get("label") is None and row.get("kto_tag") is not None:
-        row = {**row, "label": row["kto_tag"], "kto_tag": None}
+        row, known = row | {"label": row["kto_tag"]}, ["weight", "kto_tag"]
     weight, value = _number(row, "weight", 1.0), 0.0
-    known = ["weight"] if weight is not None else []  # else a column of something else
-    weight = 1.0 if weight is None else weight
+    if weight is None:  # a column of something else
+        weight, known = 1.0, known[1:]
     if weight <= 0:
         raise BadRow(f"'weight' is {weight:g}, expected a number above 0; leave out a row that is not to count")
     pair = None if _SIDES.isdisjoint(row) else forms.find_form(row, PAIRS, mapped)
     if kind in ("pairs", "rewards") or (kind == "labels" and pair and row.get("label") in EMPTY):
         if pair is None:
             raise _unknown(row, PAIRS)
+        known += ["margin"] if kind == "rewards" else []
         margin = _number(row, "margin", 0.0) if kind == "rewards" else 0.0
         if margin is None:
             raise BadRow("'margin' is not a number")
-        examples, known = pair.read(row), [*known, *(["margin"] if kind == "rewards" else [])]
+        examples = pair.read(row)
         return Read(pair.name, examples, forms.unused_of(row, pair, examples[0], known), weight, margin)
     form = forms.find_form(row, FORMS, mapped)
     if kind == "":
@@ -126,15 +129,15 @@ def _read(row: Fields, mapped: Collection[str], kind: Kind, classes: Mapping[str
         example: Example = forms.chat_of(row, form.keys[0], answered=False)
     else:
         example = form.read(row)
-    if kind == "":
-        return Read(form.name, [example], forms.unused_of(row, form, example, known), weight)
     if kind == "classes":
         example = example._replace(ends=False) if isinstance(example, Text) else example
         value = float(_labelled(_word(row["label"]), classes))
-    else:
+    elif kind == "labels":
         example = _last(example)
         weight *= _labelled(str(row["label"]).strip().lower(), SIGNS)
-    return Read(f"{form.name},label", [example], forms.unused_of(row, form, example, [*known, "label"]), weight, value)
+    known += ["label"] if kind else []
+    name = f"{form.name},label" if kind else form.name
+    return Read(name, [example], forms.unused_of(row, form, example, known), weight, value)
 
 
 def _number(row: Mapping[str, Any], key: str, default: float) -> float | None:
@@ -154,8 +157,7 @@ def _unknown(row: Fields, among: Sequence[Form]) -> BadRow:
     """A row of no form: as read, what is expected, and what its shape says, or the names that make it one."""
     seen = shown(json.dumps(row, ensure_ascii=False, default=str), 200)
     known = "; ".join(", ".join(form.keys) for form in among)
-    near = " Labelled answers are for --method kto." if among is PAIRS and row.get("label") is not None else ""
-    fault = f"no known form of a row: {seen}. Expected the keys {known}.{near}"
+    fault = f"no known form of a row: {seen}. Expected the keys {known}."
     if shape := forms.shape_of(row):
         return BadRow(fault + shape)
     names = "chosen=better,rejected=worse" if among is PAIRS else "instruction=question,output=answer"
@@ -164,14 +166,13 @@ def _unknown(row: Fields, among: Sequence[Form]) -> BadRow:
 
 def _likely(row: Fields, form: Form) -> dict[str, str]:
     """Renames that give a row the keys of a form; none if a key has no or several columns."""
-    names = {key.lower(): key for key in row if key == key.strip()}
-    turns = [key for key, value in row.items() if isinstance(value, list) and value and all(map(is_message, value))]
-    likely = {ours: (ours,) if ours in names else _LIKELY.get(ours, ()) for ours in form.keys}
-    columns = {ours: [names[name] for name in likely[ours] if name in names] for ours in form.keys}
-    columns |= {ours: [names[ours]] for ours in form.others if ours in names}
-    columns |= {"messages": turns} if form.keys == ("messages",) else {}
-    clear = all(len(theirs) == 1 for theirs in columns.values())
-    return {theirs[0]: ours for ours, theirs in columns.items() if theirs[0] != ours} if clear else {}
+    names, way = {key.lower(): key for key in row}, dict[str, str]()
+    for ours in form.keys:
+        theirs = [name for name in ((ours,) if ours in names else _LIKELY.get(ours, ())) if name in names]
+        if len(theirs) != 1:
+            return {}
+        way |= {names[theirs[0]]: ours} if names[theirs[0]] != ours else {}
+    return way
 
 
 def _refuse_preferences(row: Fields, pair: Form | None, form: Form | None) -> None:
@@ -183,7 +184,7 @@ def _refuse_preferences(row: Fields, pair: Form | None, form: Form | None) -> No
         ways = [dict.fromkeys(("label", "kto_tag"), "unused")]
     else:
         return
-    what = "is preference data, for --method dpo (pairs) or kto (labelled answers); the good answers alone can be text."
+    what = "is preference data, for --method dpo (pairs) or kto (labelled answers), or for its good answers alone."
     raise _Misnamed(what, ways, " Write them as messages, or as prompt and completion.")
 
 
@@ -195,53 +196,48 @@ def _pair(row: Fields) -> list[Example]:
     what both begin with. Raises BadRow.
     """
     column = next((key for key in ("prompt", "conversations", "messages") if row.get(key) is not None), "")
-    reader = forms.part_of if column == "prompt" else forms.messages_of
-    context = reader(row, column) if column else None
-    good: Any = forms.part_of(row, "chosen") or ""
-    bad: Any = forms.part_of(row, "rejected") or ""
-    sides = (("chosen", good, bad), ("rejected", bad, good))
-    for name, answer, other in sides:
-        if isinstance(answer, str):
-            filled(answer, repr(name))
-        if isinstance(answer, str) != isinstance(other, str):
-            raise BadRow("'chosen' and 'rejected' are of different kinds, a text and messages")
-    if isinstance(good, str) and not isinstance(context, list):
-        return [_joined_texts(row, context, mine, other) for _, mine, other in sides]
+    context = forms.part_of(row, column) if column == "prompt" else forms.messages_of(row, column) if column else None
+    good, bad = forms.part_of(row, "chosen") or "", forms.part_of(row, "rejected") or ""
+    if isinstance(good, str) and isinstance(bad, str):
+        if not isinstance(context, list):
+            return _texts(row, context, good, bad)
+        return [talk(row, context, good, "chosen"), talk(row, context, bad, "rejected")]
+    if isinstance(good, str) or isinstance(bad, str):
+        raise BadRow("'chosen' and 'rejected' are of different kinds, a text and messages")
     if isinstance(context, str):
         context = [{"role": "user", "content": context}] if context.strip() else []
-    if isinstance(good, str):
-        return [talk(row, context, answer, side) for side, answer, _ in sides]
+    sides = (("chosen", good, bad), ("rejected", bad, good))
     return [talk(row, *_apart(context or [], mine, other), side) for side, mine, other in sides]
 
 
-def _joined_texts(row: Fields, context: str | None, mine: str, other: str) -> Example:
+def _texts(row: Fields, prompt: str | None, good: str, bad: str) -> list[Example]:
     """The prompt is taken off where both answers begin with it; without one it is the words that both begin with."""
-    if not (context or "").strip() and mine.startswith(_HUMAN):
-        return _of_dialogue(mine, other)
-    if context is None:
-        context = re.sub(r"\s*\S*\Z", "", os.path.commonprefix([mine, other]))
+    shared = os.path.commonprefix([good, bad])
+    if not (prompt or "").strip() and shared.startswith(_HUMAN):
+        return [_dialogue(answer, shared.rfind(_ASSISTANT)) for answer in (good, bad)]
+    if prompt is None:
+        prompt = re.sub(r"\s*\S*\Z", "", shared)
         ways = [{name: "prompt"} for name in _LIKELY["prompt"] if isinstance(row.get(name), str) and row[name].strip()]
-        if ways or not context:
+        if ways or not prompt:
             fault = "has no 'prompt', and 'chosen' and 'rejected' are not whole dialogues: --map prompt=YOURS names it"
             raise _Misnamed(f"{fault}, unused=YOURS leaves a column out.", ways)
-    for prompt in (context, context.strip()):
-        if prompt.strip() and mine.startswith(prompt) and other.startswith(prompt):
-            return forms.completion(prompt, mine[len(prompt) :], "an answer behind its prompt")
-    return forms.completion(context, mine, "an answer")
+    repeated = next((text for text in (prompt, prompt.strip()) if text.strip() and shared.startswith(text)), "")
+    return [forms.completion(repeated or prompt, text[len(repeated) :], "an answer") for text in (good, bad)]
 
 
-def _of_dialogue(mine: str, other: str) -> Example:
-    """A dialogue of hh-rlhf; the prompt is the turns that both sides begin with."""
-    start = os.path.commonprefix([mine, other]).rfind(_ASSISTANT) + len(_ASSISTANT)
-    if start < len(_ASSISTANT):
+def _dialogue(text: str, start: int) -> Example:
+    """A dialogue of hh-rlhf, of which the turns before `start` are the prompt."""
+    if start < 0:
         raise BadRow("'chosen' and 'rejected' do not share a turn of the human")
-    roles = {"Human": "user", "Assistant": "assistant"}
-    turns = re.split(r"\n\n(Human|Assistant):", mine)[1:]
-    pairs = zip(turns[::2], turns[1::2], strict=True)
-    messages = [{"role": roles[who], "content": words.strip()} for who, words in pairs]
-    before = len(re.findall(r"\n\n(?:Human|Assistant):", mine[:start])) - 1
-    plain = forms.completion(mine[:start], mine[start:], "an answer")
-    return talk({}, messages[:before], messages[before:], "the dialogue")._replace(plain=plain)
+    sides = [re.split(r"\n\n(Human|Assistant):", part)[1:] for part in (text[:start], text[start:])]
+    prompt, answer = (
+        [{"from": who, "value": words.strip()} for who, words in zip(side[::2], side[1::2], strict=True)]
+        for side in sides
+    )
+    start += len(_ASSISTANT)
+    return talk({}, prompt, answer, "the dialogue")._replace(
+        plain=forms.completion(text[:start], text[start:], "an answer")
+    )
 
 
 def _apart(context: list[Any], mine: list[Any], other: list[Any]) -> tuple[list[Any], list[Any]]:
@@ -298,9 +294,9 @@ def _labelled(word: str, values: Mapping[str, float]) -> float:
     """The value of a label. Raises BadRow."""
     if word in values:
         return values[word]
-    names = [*dict.fromkeys({value: name for name, value in values.items()}.values())]
-    others = f" and {len(names) - 12} more" if len(names) > 12 else ""
-    raise BadRow(f"'label' is {shown(repr(word))}, expected one of {', '.join(names[:12])}{others}")
+    names = [*{value: name for name, value in values.items()}.values()]
+    expected = ", ".join([*names[:12], *(["…"] if len(names) > 12 else [])])
+    raise BadRow(f"'label' is {shown(repr(word))}, expected one of {expected}")
 
 
 def _word(value: Any) -> str:
@@ -329,10 +325,9 @@ def labels_in(rows: Iterable[Any], renames: Mapping[str, str], named: Sequence[s
     counted = names == [*map(str, range(len(words)))]
     odd = [name for name in names if "," in name or name != name.strip()]
     if odd or not 2 <= len(words) <= MOST:
-        count = f"more than {MOST:,}" if len(words) > MOST else str(len(words))
         few = ", ".join(map(shown, (odd or names)[:4])) or "none"
         raise InputError(
-            f"the column 'label' has {count} classes ({few}); expected several names without commas or spaces around. "
-            "Name your column: --map label=YOURS; or the classes: --labels A,B."
+            f"the column 'label' has {len(words):,} classes ({few}); expected 2 to {MOST:,}, without commas or spaces "
+            "around. Name your column: --map label=YOURS; or the classes: --labels A,B."
         )
     return tuple(f"LABEL_{name}" if counted else name for name in names)

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 from trireme.engine.data import messages
 from trireme.engine.data.messages import LEARNED, MASKED, NUMBERS, ROLES, is_message, read_message, role_of
 from trireme.engine.data.read import EMPTY, BadRow, Fields, json_of, kind_of, typed, unread_keys
-from trireme.storage.untrusted import shown
 
 TALK = ("system", "tools", "functions", "chat_template_kwargs")  # beside messages
 MASKS = ("completion_mask", "assistant_masks", "assistant_mask", "loss_mask", "loss_masks")  # of ids, 1: trained
@@ -23,9 +22,12 @@ _LISTS = {  # columns that cannot be texts: what they hold as JSON in a string i
     *("messages", "conversations", "tools", "functions", "history", "chat_template_kwargs"),
     *("input_ids", *MASKS, *PLACES),
 }
+_READ = {*MASKS, *PLACES, "special_tokens_mask"}  # besides ids
 _ANSWERS = ("completion", "chosen", "rejected")  # that may be texts, or messages
 ANSWERING = ("assistant", "call")  # roles
 _SYSTEM = ("system", "developer")
+_FIXED = ("messages", "tools", "documents", "add_generation_prompt")  # variables of a template that are not a user's
+_SEVERAL = " Give each text a row of its own; of a file of columns, write one object a row"
 
 
 class Text(NamedTuple):
@@ -82,30 +84,30 @@ def normal(row: Fields, renames: Mapping[str, str], table: bool) -> Fields:
         ours = {name for theirs, name in renames.items() if theirs in row}
         named = {renames.get(key, f"{key} (of the file)" if key in ours else key): value for key, value in row.items()}
         row = {key: value for key, value in named.items() if key != "unused"}
-    parsed = {key: value for key in _LISTS & row.keys() if (value := _json_in(row[key], repr(key))) is not None}
+    parsed = {key: value for key in _LISTS & row.keys() if (value := _json_in(row[key], key)) is not None}
     if table and any(isinstance(row.get(key), str) for key in _ANSWERS):
-        answers = {key: _messages_in(row[key]) for key in _ANSWERS if key in row}
+        answers = {key: _messages_in(row[key], key) for key in _ANSWERS if key in row}
         if all(answer and role_of(answer[-1]) in ANSWERING for answer in answers.values()):
-            parsed |= answers
-            if prompt := _messages_in(row.get("prompt")):
-                parsed["prompt"] = prompt
+            prompt = _messages_in(row.get("prompt"), "prompt")
+            parsed |= answers | ({"prompt": prompt} if prompt else {})
     return row | parsed if parsed else row
 
 
-def _json_in(value: Any, what: str) -> Any:
+def _json_in(value: Any, key: str) -> Any:
+    """What a string holds as JSON, or None: its reader says what it is. Raises BadRow if a key occurs twice."""
     if not isinstance(value, str) or value.lstrip()[:1] not in ("[", "{"):
         return None
     try:
         return json_of(value)
     except BadRow as error:
-        raise BadRow(f"{what}: {error}") from None
+        raise BadRow(f"{key!r}: {error}") from None
     except (ValueError, RecursionError):
-        return None  # its reader says what it is
+        return None
 
 
-def _messages_in(value: Any) -> list[Any]:
+def _messages_in(value: Any, key: str) -> list[Any]:
     """A list of messages that a string holds as JSON, else []."""
-    parsed = _json_in(value, "a message")
+    parsed = _json_in(value, key)
     parsed = [parsed] if isinstance(parsed, dict) else parsed
     return parsed if isinstance(parsed, list) and parsed and all(map(is_message, parsed)) else []
 
@@ -125,9 +127,19 @@ def find_form(row: Fields, forms: Sequence[Form], mapped: Iterable[str] = ()) ->
 
 def _is_turn(row: Mapping[str, Any]) -> bool:
     """Whether a row is one message."""
-    return any(
-        isinstance(row.get(key), str) and row[key].strip().lower() in ROLES for key in ("role", "from", "speaker")
-    )
+    return any(str(row.get(key)).strip().lower() in ROLES for key in ("role", "from", "speaker"))
+
+
+def shape_of(row: Fields) -> str:
+    """What the shape of a row of no form says, if it is certain, and what to do; else ""."""
+    if _is_turn(row):
+        return ' One message is not a row; a conversation is: {"messages": [{"role": …, "content": …}, …]}.'
+    if len(row) > 1 and all(isinstance(value, list) for value in row.values()):
+        return f" It holds lists.{_SEVERAL}."
+    texts = all(isinstance(value, (str, type(None))) for value in row.values())
+    if texts and any(not key.strip() or re.search(r"[.?!:]\s*$|\s.*\s.*\s|\|", key) for key in row):
+        return " The first line of a table names its columns: does it? Put a line such as prompt,completion before it."
+    return ""
 
 
 def unused_of(row: Fields, form: Form, example: Example, known: Iterable[str] = ()) -> list[str]:
@@ -141,20 +153,18 @@ def check_row(row: Mapping[str, Any]) -> None:
     for key in [key for key in (*LEARNED, *MASKED) if key in row]:  # few rows have any
         value, off = row[key], key in MASKED
         words = ("true", "1", "1.0") if off else ("false",) if key in NUMBERS else ("false", "0", "0.0")
-        flags = value if isinstance(value, list) and "input_ids" not in row else []
-        part = off in flags and all(flag in (0, 1) for flag in flags)
-        if part or str(value).strip().lower() in words:
-            what = f"{key!r} says that the row{', or a part of it,' if part else ''} is not trained"
+        part = isinstance(value, list) and off in value and "input_ids" not in row
+        if part and all(flag in (0, 1) for flag in value) or str(value).strip().lower() in words:
+            what = f"{key!r} says that the row, or a part of it, is not trained"
             raise BadRow(f"{what}: leave it out, or the column: --map unused={key}; in messages write 'train': false")
 
 
 def string(row: Mapping[str, Any], key: str, default: str | None = None) -> str:
     """A string of a row; `default` if it is absent or null. Raises BadRow."""
     value = default if row.get(key) is None else row[key]
-    if isinstance(value, str):
-        return value
-    several = _COLUMNS if _are_columns(row) else " Give each a row of its own" if isinstance(value, list) else ""
-    raise BadRow(f"{key!r} is {kind_of(value)}, expected a string.{several}".rstrip("."))
+    if not isinstance(value, str):
+        raise BadRow(f"{key!r} is {kind_of(value)}, expected a string.{_SEVERAL if isinstance(value, list) else ''}")
+    return value
 
 
 def filled(text: str, what: str) -> str:
@@ -162,34 +172,6 @@ def filled(text: str, what: str) -> str:
     if not text.strip():
         raise BadRow(f"{what} is empty")
     return text
-
-
-_COLUMNS = " Its values are lists of one length: a file of columns? Write one object a row."
-
-
-def _are_columns(row: Mapping[str, Any]) -> bool:
-    """Whether all lists of a row, of which there are several, have one length."""
-    lengths = [len(value) for value in row.values() if isinstance(value, list)]
-    return len(lengths) > 1 and len({*lengths}) == 1
-
-
-def shape_of(row: Fields) -> str:
-    """What the shape of a row of no form says, if it is certain, and what to do; else ""."""
-    if _is_turn(row):
-        return ' One message is not a row; a conversation is: {"messages": [{"role": …, "content": …}, …]}.'
-    if _are_columns(row) and all(isinstance(value, list) for value in row.values()):
-        return _COLUMNS
-    texts = all(isinstance(value, (str, type(None))) for value in row.values())
-    if texts and any(not key.strip() or re.search(r"[.?!:]\s*$|\s.*\s.*\s|\|", key) for key in row):
-        return " The first line of a table names its columns: does it? Put a line such as prompt,completion before it."
-    for key, value in row.items():
-        inner = value[0] if isinstance(value, list) and value else value
-        if isinstance(inner, dict) and key not in (*TALK, "messages", "conversations"):
-            if isinstance(value, list) and all(map(is_message, value)):
-                return f" --map {'messages' if 'role' in inner else 'conversations'}={key}."
-            names = ", ".join(map(shown, list(inner)[:4]))
-            return f" What stands inside {shown(key)!r} ({names}) is not read: write it as columns or as messages."
-    return ""
 
 
 # ---------------------------------------------------------------- conversations
@@ -204,13 +186,9 @@ def talk(row: Fields, prompt: Any, answer: Any, column: str) -> Chat:
     """A conversation whose answer alone is trained. `prompt`, `answer`: texts, or lists of messages. Raises BadRow."""
     before = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     after = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
-    goes_on = before and role_of(before[-1]) in ANSWERING
-    if goes_on or (after and role_of(after[-1]) not in ANSWERING):
-        what = (
-            "the prompt ends with the assistant's words, and the answer goes on"
-            if goes_on
-            else (f"{column!r} ends with the role {role_of(after[-1])!r}")
-        )
+    ends = [role_of(turns[-1]) if turns else "" for turns in (before, after)]
+    if ends[0] in ANSWERING or (after and ends[1] not in ANSWERING):
+        what = f"the prompt ends with the role {ends[0]!r}, {column!r} with {ends[1]!r}"
         raise BadRow(f"{what}; expected a prompt, and the assistant's answer as one message behind it")
     return _chat(row, [("prompt", before, False), (column, after, True)])
 
@@ -241,36 +219,35 @@ def _chat(row: Fields, columns: Sequence[tuple[str, list[Any], bool]], answered:
                 last["tool_calls"] = [*last.get("tool_calls", []), *message["tool_calls"]]
             else:
                 conversation.append(message)
-    conversation = _with_system_column(row, conversation)
-    answers = [m for m in conversation if m["role"] == "assistant"]
+    if row.get("system") not in EMPTY:
+        system, _ = read_message({"role": "system", "content": row["system"]}, "'system'")
+        if not _has_system(conversation):
+            conversation = [system, *conversation]
+        elif conversation[0].get("content") != system["content"]:
+            raise BadRow("has a 'system' column and a system message. Leave the column out: --map unused=system")
+    answers = [message for message in conversation if message["role"] == "assistant"]
     if answered and not any(map(_says, answers if len(columns) == 1 else answers[-1:])):
-        roles = ", ".join(dict.fromkeys(m["role"] for m in conversation))
-        empty = "every assistant message is empty" if len(columns) == 1 else f"{columns[-1][0]!r} is empty"
-        raise BadRow(
-            empty if answers else f"there is nothing to train on: no message of the assistant, only of {roles}"
-        )
+        roles = ", ".join(dict.fromkeys(message["role"] for message in conversation))
+        raise BadRow(f"nothing to train on: {columns[-1][0]!r} has no words of the assistant (messages are of {roles})")
     for message in answers:
         if not _says(message):
             message["train"] = False  # learning to say nothing is not meant
     variables = typed(row.get("chat_template_kwargs") or {}, dict, "'chat_template_kwargs'", "an object")
-    variables = {key: value for key, value in variables.items() if value is not None} or None
-    return Chat(messages.number_calls(conversation), messages.read_tools(row), variables)
+    variables = {key: value for key, value in variables.items() if value is not None}
+    if fixed := [key for key in _FIXED if key in variables]:
+        raise BadRow(
+            f"'chat_template_kwargs' sets {fixed[0]!r}, which is not a variable to choose: name it as a column"
+        )
+    return Chat(messages.number_calls(conversation), messages.read_tools(row), variables or None)
 
 
-def _with_system_column(row: Fields, messages: list[Fields]) -> list[Fields]:
-    if row.get("system") in EMPTY:
-        return messages
-    system, _ = read_message({"role": "system", "content": row["system"]}, "'system'")
-    if not messages or messages[0]["role"] not in _SYSTEM:
-        return [system, *messages]
-    if messages[0].get("content") != system["content"]:
-        raise BadRow("has a 'system' column and a system message. Leave the column out: --map unused=system")
-    return messages
+def _has_system(conversation: Sequence[Fields]) -> bool:
+    return bool(conversation) and conversation[0]["role"] in _SYSTEM
 
 
 def with_system(example: Chat, system: str) -> Chat:
     """With that system message if it has none."""
-    if example.messages[:1] and example.messages[0]["role"] in _SYSTEM:
+    if _has_system(example.messages):
         return example
     return example._replace(messages=[{"role": "system", "content": system}, *example.messages], plain=None)
 
@@ -336,37 +313,26 @@ def _ids(row: Fields) -> Ids:
     so. Raises BadRow.
     """
     ids = _whole(row, "input_ids")
-    n, trained, start, stop = len(ids), [True] * len(ids), 0, len(ids)
-    column = lambda key, flags: _whole(row, key, n, flags) if row.get(key) is not None else None
-    for key in MASKS:
-        if flags := column(key, True):
-            trained = [a and bool(b) for a, b in zip(trained, flags, strict=True)]
-    if (mask := column("attention_mask", True)) and any(mask):
-        start, stop = mask.index(1), n - mask[::-1].index(1)
-    labels = column("labels", False) or ids
-    if labels is not ids:
-        trained = [a and label != -100 for a, label in zip(trained, labels, strict=True)]
-    if fault := _fault_of_ids(row, ids, labels, (mask or [1] * n)[start:stop], start):
+    column = lambda key, flags=True: _whole(row, key, len(ids), flags) if row.get(key) is not None else []
+    masks, labels, seen = [*filter(None, map(column, MASKS))], column("labels", False), column("attention_mask")
+    start, stop = (seen.index(1), len(ids) - seen[::-1].index(1)) if any(seen) else (0, len(ids))
+    parts = [] if row.get("seq_lengths") is None else _whole(row, "seq_lengths")
+    fault, places = "", column("position_ids", False)[start:stop]
+    if unknown := [key for key in unread_keys(row, _READ) if key.endswith(("mask", "masks"))]:
+        fault = f"{unknown[0]!r} is not a known mask. Is 1 trained? --map loss_mask={unknown[0]}, else unused=it"
+    elif not all(seen[start:stop]):
+        fault = "'attention_mask' leaves out all tokens, or some between others; only pads at the ends can be"
+    elif len(parts) > 1 or any(after != before + 1 for before, after in pairwise(places)):
+        fault = "'seq_lengths' or 'position_ids' say that the row holds several documents. Give each a row of its own"
+    elif labels and (wrong := [i for i in range(start, stop) if labels[i] not in (ids[i], -100)]):
+        fault = f"labels[{wrong[0]}] is {labels[wrong[0]]}, expected -100 or the token itself (labels are not shifted)"
+    elif min(ids) < 0 or max(ids) >= 1 << 31:
+        fault = "'input_ids' holds a number that is not a token id"
+    if fault:
         raise BadRow(fault)
-    return Ids(ids) if all(trained) and stop - start == n else Ids(ids[start:stop], trained[start:stop])
-
-
-def _fault_of_ids(row: Fields, ids: list[int], labels: list[int], mask: list[int], start: int) -> str:
-    """What is wrong with a row of ids, if anything. `mask`: attention_mask from `start` on, without pads."""
-    for key in unread_keys(row, (*MASKS, *PLACES, "special_tokens_mask")):
-        if key.endswith(("mask", "masks")):
-            return f"{key!r} is not a known mask. Is 1 trained? --map loss_mask={key}, else unused={key}"
-    if not all(mask):
-        return "'attention_mask' leaves out all tokens, or some between others; only pads at the ends can be"
-    parts = _whole(row, "seq_lengths") if row.get("seq_lengths") is not None else []
-    places = _whole(row, "position_ids", len(ids)) if row.get("position_ids") is not None else []
-    places = places[start : start + len(mask)]
-    if len(parts) > 1 or any(after != before + 1 for before, after in pairwise(places)):
-        return "'seq_lengths' or 'position_ids' say that the row holds several documents. Give each a row of its own"
-    for i in range(start, start + len(mask)) if labels is not ids else ():
-        if labels[i] not in (ids[i], -100):
-            return f"labels[{i}] is {labels[i]}, expected -100 or input_ids[{i}] = {ids[i]} (labels are not shifted)"
-    return "" if min(ids) >= 0 and max(ids) < 1 << 31 else "'input_ids' holds a number that is not a token id"
+    masks += [[label != -100 for label in labels]] if labels else []
+    trained = [*map(all, zip(*masks, strict=True))][start:stop]
+    return Ids(ids[start:stop], None if all(trained) else trained)
 
 
 def _whole(row: Fields, key: str, n: int = 0, flags: bool = False) -> list[int]:

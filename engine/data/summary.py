@@ -18,7 +18,19 @@ from trireme.engine.data.tokens import TokenFile
 SHOWN = 2000  # characters, and tokens, of an example
 LISTED = 12  # files
 WARNING = "warning: "  # begins notes of what is likely wrong
-DROPPED = 20  # characters a token; beyond, a tokenizer drops text
+_LEARNED = {  # what is trained and perhaps not meant: count, noun, note
+    "early": ("row", "{} with an end token inside the trained text: the model learns to stop there"),
+    "thoughtless": (
+        "answer",
+        "an empty thought is trained at the beginning of {}; if the template reads it, --chat-template-kwargs "
+        "'{{\"enable_thinking\": false}}' makes it context",
+    ),
+    "spaced": (
+        "prompt",
+        "the space at the end of {} becomes part of the answer's first token, which servers do not see so: move it to "
+        "the answer",
+    ),
+}
 
 
 class FileReport(NamedTuple):
@@ -115,54 +127,40 @@ def notes_on(
     files: Sequence[TokenFile], codec: Codec | None, renames: Mapping[str, str], options: DataOptions
 ) -> list[str]:
     """Notes about the files, the tokenizer and the template. `renames`: those of --map."""
-    n = Counter[str]()
+    n, notes = Counter[str](), list[str]()
     for file in files:
         n.update(file.meta["counts"])
-    tokens = sum(int(file.offsets[-1]) for file in files)
     weights = np.abs(np.concatenate([file.weights for file in files]))
-    talks_alone = all(file.meta["counts"]["chats"] for file in files)
-    full = any(file.meta["rows"] == options.max_samples for file in files)
-    elsewhere = "is for conversations, and not used in other rows"
-    notes = {
-        f"--system {elsewhere}": options.system and not talks_alone,
-        f"--chat-template-kwargs {elsewhere}": options.variables and not talks_alone,
-        f"rows count by their column 'weight', {weights.min():g} to {weights.max():g}": (weights != 1).any(),
-        f"--max-samples {options.max_samples}: no more rows of a file are read": full,
-    }
-    general = [note for note, holds in notes.items() if holds]
-    if codec is None:
-        return general
-    facts, talks = codec.facts, codec.facts.template and n["chats"]
-    forms = {form: None for file in files for form in file.meta["forms"]}
-    endless = facts.eos is None and not talks and {*forms} - {"input_ids"}
-    joined = [form for form in forms if form.startswith("prompt,")] if n["spaced"] or not n["chats"] else []
-    theirs = {ours: name for name, ours in renames.items()}
-    names = f"instruction={theirs.get('prompt', 'prompt')}"
-    names += f",output={theirs.get('completion', 'completion')}" if joined and "completion" in joined[0] else ""
-    left_out = f"{percent(n['unwritten'] / max(1, n['said']))} of what the assistant says"
-    notes = {
-        f"{percent(n['unknown'] / max(1, tokens))} of the tokens are {facts.unknown}: the tokenizer has none for this "
-        "text": n["unknown"],
-        f"{compact(n['characters'])} characters become {count(tokens, 'token')}: the tokenizer drops what it does not "
-        "know. Is it the one for this text?": n["characters"] > DROPPED * tokens,
-    }
-    of_training = {  # a score head says nothing, so what teaches a model to stop does not matter
-        f"{WARNING}prompt and answer are joined as they are, without the chat template; as question and answer, with "
-        f"it: --map {names}": facts.template and joined,
-        "the tokenizer has no end token, so where a text ends is not learned": endless,
-        f"the chat template leaves out {left_out}, which is not trained: to train it too, --chat-template FILE that "
-        "writes it (reasoning is message.reasoning_content)": n["unwritten"],
-        f"{count(n['early'], 'row')} with an end token inside the trained text: the model learns to stop there": (
-            n["early"]
-        ),
-        f"an empty thought is trained at the beginning of {count(n['thoughtless'], 'answer')}; if the template reads "
-        "it, --chat-template-kwargs '{\"enable_thinking\": false}' makes it context": n["thoughtless"],
-        f"the space at the end of {count(n['spaced'], 'prompt')} becomes part of the answer's first token, which "
-        "servers do not see so: move it to the answer": n["spaced"],
-    }
-    template = (facts.tool_notes if n["tools"] == n["chats"] else facts.template_notes) if talks else ()
-    chosen = [[note for note, holds in table.items() if holds] for table in (notes, of_training)]
-    return [*general, *chosen[0], *(() if options.scored else (*template, *chosen[1]))]
+    for name, value in (("--system", options.system), ("--chat-template-kwargs", options.variables)):
+        if value and not all(file.meta["counts"]["chats"] for file in files):
+            notes.append(f"{name} is for conversations, and not used in other rows")
+    if (weights != 1).any():
+        notes.append(f"rows count by their column 'weight', {weights.min():g} to {weights.max():g}")
+    if any(file.meta["rows"] == options.max_samples for file in files):
+        notes.append(f"--max-samples {options.max_samples}: no more rows of a file are read")
+    if codec and n["unknown"]:
+        share = percent(n["unknown"] / sum(int(file.offsets[-1]) for file in files))
+        notes.append(f"{share} of the tokens are {codec.facts.unknown}: the tokenizer has none for this text")
+    if codec is None or options.scored:  # a score head says nothing, so what teaches a model to stop does not matter
+        return notes
+    facts, forms = codec.facts, {form: None for file in files for form in file.meta["forms"]}
+    joined = next((form for form in forms if form.startswith("prompt,")), "") if n["spaced"] or not n["chats"] else ""
+    if n["chats"] and facts.template:
+        notes += facts.tool_notes if n["tools"] == n["chats"] else facts.template_notes
+    elif facts.eos is None and {*forms} - {"input_ids"}:
+        notes.append("the tokenizer has no end token, so where a text ends is not learned")
+    if facts.template and joined:
+        theirs = {ours: name for name, ours in renames.items()}
+        names = (
+            {"instruction": "prompt", "output": "completion"} if "completion" in joined else {"instruction": "prompt"}
+        )
+        way = ",".join(f"{ours}={theirs.get(name, name)}" for ours, name in names.items())
+        notes.append(f"{WARNING}prompt and answer are joined without the chat template; with it: --map {way}")
+    if n["unwritten"]:
+        share = percent(n["unwritten"] / max(1, n["said"]))
+        what = f"the chat template leaves out {share} of what the assistant says, which is not trained: to train it too"
+        notes.append(f"{what}, --chat-template FILE that writes it (reasoning is message.reasoning_content)")
+    return notes + [note.format(count(n[name], noun)) for name, (noun, note) in _LEARNED.items() if n[name]]
 
 
 def example_text(ids: np.ndarray, learned: np.ndarray, codec: Codec | None) -> str:
