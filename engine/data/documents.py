@@ -43,19 +43,15 @@ def counterparts(prompts: np.ndarray, words: np.ndarray) -> np.ndarray:
     `prompts`, `words` (n,): hashes. Raises InputError if all prompts are equal.
     """
     n, order = len(prompts), np.argsort(prompts, kind="stable")
-    prompts, words = prompts[order], words[order]  # answers of a prompt are side by side
-    most = int(np.unique(prompts, return_counts=True)[1].max())
-    if most == n:
+    prompts, words = prompts[order], words[order]
+    first, stop = (np.searchsorted(prompts, prompts, side) for side in ("left", "right"))  # answers of a prompt
+    others = n - (stop - first)
+    if not others.all():
         raise InputError("--method kto compares an answer with that of another prompt, and there is one prompt alone.")
-    chosen = np.full(n, -1)
-    for shift in range(most, min(n, most + _TRIES)):
-        other = (np.arange(n) + shift) % n
-        better = (chosen < 0) | ((words[chosen] == words) & (words[other] != words))
-        better &= prompts[other] != prompts
-        chosen[better] = other[better]
-    left = np.flatnonzero(chosen < 0)  # where most answers are of one prompt
-    others = np.flatnonzero(prompts != prompts[left[0]]) if len(left) else left
-    chosen[left] = others[np.arange(len(left)) % max(1, len(others))]
+    chosen = (stop + (np.arange(n) - first) % others) % n
+    for shift in range(1, _TRIES):
+        other = (stop + (np.arange(n) - first + shift) % others) % n
+        chosen = np.where(words[chosen] == words, other, chosen)
     result = np.empty(n, np.int64)
     result[order] = order[chosen]
     return result

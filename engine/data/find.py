@@ -23,8 +23,11 @@ _NAMED = 4  # names in a line
 _PART = r"-\d+-of-(\d+)"  # in the name of a part of a set
 _USES = {"train": "train", "training": "train", "test": "test"}
 _USES |= dict.fromkeys(("valid", "validation", "val", "dev", "eval"), "valid")
-_ABOUT = {"dataset_info", "dataset_infos", "dataset_dict", "state", "data_config", "metadata"}  # .json next to data
-_PAGES = {"readme", "license", "licence", "changelog", "contributing", "notice", "code_of_conduct", "requirements"}
+_BESIDE = re.compile(  # pages, and what the datasets library writes next to its data
+    r"(readme|licen[sc]e|changelog|contributing|notice|code_of_conduct|requirements)\.(md|txt)"
+    r"|(dataset_infos?|dataset_dict|state|data_config|metadata)\.json|cache-.*\.arrow",
+    re.IGNORECASE,
+)
 
 
 @dataclass(frozen=True)
@@ -158,13 +161,10 @@ def _sift(root: Path, pattern: str) -> tuple[list[Path], Counter[str]]:
 
 
 def by_uses(names: Sequence[Path]) -> tuple[dict[str, list[Path]], list[Path]]:
-    """Data files by use (train, valid, test, or "": not known), texts only without tables; and all files of data, which
-    pages such as a README, and what the datasets library writes next to its data, are not. `names`: relative to their
-    folder.
+    """Data files by use (train, valid, test, or "": not known), texts only without tables; and all files of data.
+    `names`: relative to their folder.
     """
-    about = lambda path: path.suffix == ".json" and path.stem in _ABOUT or path.match("cache-*.arrow")
-    page = lambda path: file_kind(path) in TEXTS and path.stem.lower() in _PAGES
-    data = [path for path in names if file_kind(path) in KINDS and not about(path) and not page(path)]
+    data = [path for path in names if file_kind(path) in KINDS and not _BESIDE.fullmatch(path.name)]
     by_use: dict[str, list[Path]] = {"train": [], "valid": [], "test": [], "": []}
     for path in [path for path in data if file_kind(path) not in TEXTS] or data:
         by_use[_use(path)].append(path)
@@ -191,18 +191,19 @@ def _check_sets(folder: Path, files: Sequence[Path]) -> None:
     """Raises InputError where rows would be missing or trained twice: part 1 of 2 alone, a set in two formats, or
     several splits to train on, such as train_sft-00000-of-00001.parquet and train_gen-00000-of-00001.parquet.
     """
-    sets = defaultdict[str, list[Path]](list)
+    sets, splits, fault = defaultdict[str, list[Path]](list), set[str](), ""
     for path in files:
         sets[set_of(path)].append(path)
-    parts = {name: re.search(_PART, paths[0].name) for name, paths in sets.items()}
-    lacks = [name for name, part in parts.items() if part and len(sets[name]) < int(part[1])]
-    twice = [name for name, paths in sets.items() if len({file_kind(path) for path in paths}) > 1]
-    splits = {Path(name).name for name, part in parts.items() if part and _use(sets[name][0]) == "train"}
-    for wrong, what in ((lacks, "a part is missing of"), (twice, "there are two formats of")):
-        if wrong:
-            raise InputError(f"{folder}: {what} {shown(wrong[0])}. Name the files to read with --data.")
+    for name, paths in sets.items():
+        part = re.search(_PART, paths[0].name)
+        splits |= {Path(name).name} if part and _use(paths[0]) == "train" else set()
+        lacks, twice = part and len(paths) < int(part[1]), len({file_kind(path) for path in paths}) > 1
+        if lacks or twice:
+            fault = f"{'a part is missing of' if lacks else 'there are two formats of'} {shown(name)}"
     if len(splits) > 1:
-        raise InputError(f"{folder}: several splits to train on: {', '.join(sorted(splits))}. Name the files of one.")
+        fault = f"several splits to train on: {', '.join(sorted(splits))}"
+    if fault:
+        raise InputError(f"{folder}: {fault}. Name the files to read with --data.")
 
 
 def _unread(name: str, files: Sequence[Path], others: Mapping[str, int]) -> list[str]:

@@ -35,9 +35,10 @@ LEARNED = (  # of a message, or a row: 1 or true is trained
 )
 NUMBERS = ("loss", "loss_scale", "loss_weight", "weight")  # of these, that may mean something else in a row
 MASKED = ("mask", "masked", "is_masked")  # true: not trained
-_PARTS = {  # types of parts of a content, and what they are
-    **dict.fromkeys(("text", "input_text", "output_text"), "text"),
-    **dict.fromkeys(("thinking", "reasoning"), "thinking"),
+_THOUGHTS = ("thinking", "reasoning")  # types of parts of a content
+_PARTS = {  # types of parts, and the keys of what they say
+    **dict.fromkeys(("text", "input_text", "output_text"), ("text",)),
+    **dict.fromkeys(_THOUGHTS, (*_THOUGHTS, "text")),
 }
 _MEDIA = ("image", "video", "audio", "pixel_value", "input_feature")  # less an s
 _ARGUMENTS = ("arguments", "parameters", "args", "input")
@@ -80,14 +81,14 @@ def read_message(turn: Any, where: str) -> tuple[Fields, bool]:
         calls.append(message.pop("content", None))
         message |= {"role": "assistant", "content": ""}
     _read_content(message, where)
-    says = "content" in message or bool(calls) or "reasoning_content" in message
-    if not role or not says or (calls and message["role"] != "assistant"):
-        fault = (
-            "has calls, and only an assistant calls" if role and says else f"has no {'content' if role else 'role'!r}"
-        )
-        raise BadRow(f"{where} {fault}; its keys: {', '.join(map(repr, turn))}")
+    if not role or not (calls or "content" in message or "reasoning_content" in message):
+        raise BadRow(f"{where} has no {'content' if role else 'role'!r}; its keys: {', '.join(map(repr, turn))}")
+    if calls and message["role"] != "assistant":
+        raise BadRow(f"{where} has calls, and only an assistant calls")
     if calls:
-        message["tool_calls"] = [call for value in calls for call in _read_calls(value, where)]
+        values = [_parsed(value, f"{where}: the call") for value in calls]
+        listed = [call for value in values for call in (value if isinstance(value, list) else [value])]
+        message["tool_calls"] = [_read_call(_parsed(call, f"{where}: a call"), where) for call in listed]
     return message if _is_trained(message, where) else {**message, "train": False}, role == "call"
 
 
@@ -96,36 +97,32 @@ def _read_content(message: Fields, where: str) -> None:
     Raises BadRow, also if there are several thoughts that differ.
     """
     thoughts = [message.pop(key) for key in KEYS["reasoning_content"] if key in message]
-    thoughts = [thought for thought in thoughts if thought not in (*EMPTY, False)]
     content = message.get("content", "")
     if isinstance(content, list):
         parts = [_read_part(part, where) for part in content]
-        texts = [text for kind, text in parts if kind == "text"]
+        texts = [text for text, is_thought in parts if not is_thought]
         message["content"] = texts if len(texts) > 1 else "".join(texts)
-        inside = [text for kind, text in parts if kind == "thinking"]
-        thoughts += ["\n".join(inside)] if inside else []
+        thoughts.append("\n".join(text for text, is_thought in parts if is_thought))
     else:
         typed(content, str, f"{where}: 'content'", "a string")
+    thoughts = [thought for thought in thoughts if thought not in (*EMPTY, False)]
+    if any(thought != thoughts[0] for thought in thoughts):
+        raise BadRow(f"{where} has its reasoning_content, the reasoning, twice, and they differ")
     if thoughts:
-        if any(thought != thoughts[0] for thought in thoughts):
-            raise BadRow(f"{where} has its reasoning_content, the reasoning, twice, and they differ")
         message["reasoning_content"] = typed(thoughts[0], str, f"{where}: its reasoning_content", "a string")
 
 
-def _read_part(part: Any, where: str) -> tuple[str, str]:
-    """("text" or "thinking", what it says) of a part of a content. Raises BadRow."""
-    if isinstance(part, str):
-        return "text", part
-    of = typed(part, dict, f"{where}: a part of its content", "text")
-    name = _PARTS.get(str(of.get("type", "text")), "")
-    keys = ("thinking", "reasoning", "text") if name == "thinking" else ("text",)
-    value = next((of[key] for key in keys if of.get(key) is not None), None)
-    values = value if isinstance(value, list) and name == "thinking" else [value]
-    texts = [text.get("text") if isinstance(text, dict) else text for text in values]
-    if not name or not texts or not all(isinstance(text, str) for text in texts):
-        what = f"a part of type {of.get('type')!r} ({', '.join(map(repr, of))})"
-        raise BadRow(f"{where} holds {what}; only text can be trained on")
-    return name, "\n".join(map(str, texts))
+def _read_part(part: Any, where: str) -> tuple[str, bool]:
+    """(what a part of a content says, whether it is a thought). Raises BadRow."""
+    of = {"text": part} if isinstance(part, str) else typed(part, dict, f"{where}: a part of its content", "text")
+    kind = of.get("type", "text")
+    values = next((of[key] for key in _PARTS.get(str(kind), ()) if of.get(key) is not None), None)
+    values = values if isinstance(values, list) and kind in _THOUGHTS else [values]
+    texts = [text.get("text") if isinstance(text, dict) and kind in _THOUGHTS else text for text in values]
+    if not texts or not all(isinstance(text, str) for text in texts):
+        keys = ", ".join(map(repr, of))
+        raise BadRow(f"{where} holds a part of type {kind!r} ({keys}); only text can be trained on")
+    return "\n".join(texts), kind in _THOUGHTS
 
 
 def _is_trained(message: Fields, where: str) -> bool:
@@ -134,9 +131,8 @@ def _is_trained(message: Fields, where: str) -> bool:
     for key in [key for key in (*LEARNED, *MASKED) if key in message]:
         value, masks = message.pop(key), key in MASKED
         if not isinstance(value, bool if masks else (bool, int, float)) or value not in (0, 1):
-            raise BadRow(
-                f"{where}: {key!r} is {value!r}, expected {'true (not learned) or false' if masks else '0 or 1'}"
-            )
+            expected = "true (not learned) or false" if masks else "0 or 1"
+            raise BadRow(f"{where}: {key!r} is {value!r}, expected {expected}")
         trained = trained and bool(value) != masks
     return trained
 
@@ -155,31 +151,22 @@ def _parsed(value: Any, what: str) -> Any:
 def read_tools(row: Fields) -> list[Fields] | None:
     """The tools of `tools`, or of OpenAI's older `functions`: JSON schemas or bare functions. Raises BadRow."""
     keys = [key for key in ("tools", "functions") if str(row.get(key) or "").strip()]
-    tools = _parsed(row[keys[0]], repr(keys[0])) if keys else []
-    tools = [_parsed(tool, f"{keys[0]}[{i}]") for i, tool in enumerate(tools)] if isinstance(tools, list) else tools
+    tools = _parsed(row[keys[0]], repr(keys[0])) if keys else None
     if tools in EMPTY:
         return None
-    function = lambda tool: tool.get("function", {}) if isinstance(tool, dict) else None
-    if len(keys) > 1 or not isinstance(tools, list) or not all(isinstance(function(tool), dict) for tool in tools):
+    tools = [_parsed(tool, f"{keys[0]}[{i}]") for i, tool in enumerate(tools)] if isinstance(tools, list) else [None]
+    right = all(isinstance(tool, dict) and isinstance(tool.get("function", {}), dict) for tool in tools)
+    if len(keys) > 1 or not right:
         columns = " and ".join(map(repr, keys))
         raise BadRow(f"{columns}: expected one list of objects, each with an object as its 'function'")
     return [{"type": "function", "function": t} if "name" in t and "function" not in t else t for t in tools]
 
 
-def _read_calls(calls: Any, where: str) -> list[Fields]:
-    """Calls with arguments that are JSON, from one call or a list, each {function: {name, arguments}} or what is in it,
-    also in strings. Raises BadRow.
-    """
-    calls = _parsed(calls, f"{where}: the call")
-    return [
-        _read_call(_parsed(call, f"{where}: a call"), where) for call in (calls if isinstance(calls, list) else [calls])
-    ]
-
-
 def _read_call(call: Any, where: str) -> Fields:
+    """A call with arguments that are JSON, of {function: {name, arguments}} or what is in it. Raises BadRow."""
     function: Any = call.get("function", call) if isinstance(call, dict) else None
-    name = function.get("name") if isinstance(function, dict) else None
-    keys = {*function} if isinstance(function, dict) else set[str]()
+    function = function if isinstance(function, dict) else {}
+    name, keys = function.get("name"), function.keys()
     known = bool(keys & {*_ARGUMENTS}) or keys <= {"name", "id", "type", "index"}  # else arguments may be lost
     if not known or not name or not isinstance(name, str) or not isinstance(call.get("id") or "", (str, int)):
         raise BadRow(f"{where}: a call is {json.dumps(call, default=str)[:80]}, expected {{id, name, arguments}}")
@@ -196,16 +183,13 @@ def number_calls(messages: list[Fields], anew: bool = False) -> list[Fields]:
     """Messages whose calls have an id, and whose answers that of the call that they answer, by it or in order. `anew`:
     also in place of ids that are not nine letters and digits.
     """
-    waiting: dict[str, str] = {}  # old or new id -> id
-    numbered = []
+    waiting, numbered = dict[str, str](), list[Fields]()  # calls without answer, by old or new id: id
     for i, message in enumerate(messages):
-        changed: Fields = {}
+        changed, answered = Fields(), message.get("tool_call_id")
         for k, call in enumerate(message.get("tool_calls", [])):
             old, new = call.get("id") or "", f"call{i % 1000:03d}{k % 100:02d}"
-            known = old and not (anew and not _SHORT_ID.fullmatch(str(old)))
-            waiting[old or new] = old if known else new
+            waiting[old or new] = old if old and (not anew or _SHORT_ID.fullmatch(str(old))) else new
             changed.setdefault("tool_calls", []).append({**call, "id": waiting[old or new]})
-        answered = message.get("tool_call_id")
         typed(answered, (str, int, type(None)), f"the 'tool_call_id' of message {i}", "a string")
         if message["role"] == "tool" and (answered in waiting or (answered is None and waiting)):
             changed["tool_call_id"] = waiting.pop(next(iter(waiting)) if answered is None else answered)
