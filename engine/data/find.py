@@ -99,12 +99,12 @@ def spool(stream: BinaryIO, folder: Path) -> DataFile:
             raise InputError("--data -: nothing is piped into standard input.")
         folder.mkdir(parents=True, exist_ok=True)
         scratch = folder / "stdin"
-        with scratch.open("wb") as file:
+        with scratch.open("w+b") as file:
             shutil.copyfileobj(stream, file)
-        with scratch.open("rb") as file:
-            start = file.read(1 << 16).removeprefix(b"\xef\xbb\xbf").lstrip()[:1]
+            file.seek(0)
+            is_json = file.read(1 << 16).removeprefix(b"\xef\xbb\xbf").lstrip()[:1] in (b"{", b"[")
         check_file(scratch, piped=True)
-        path = scratch.rename(folder / ("stdin.jsonl" if start in (b"{", b"[") else "stdin.txt"))
+        path = scratch.rename(folder / f"stdin.{'jsonl' if is_json else 'txt'}")
     return DataFile(path, shown=read.STDIN)
 
 
@@ -115,16 +115,12 @@ def _sources(files: Sequence[Path], name: str, weight: float) -> list[DataFile]:
     for path in files:
         check_file(path)
     texts = tuple(path for path in files if file_kind(path) in TEXTS)
-    sources = [DataFile(path, weight) for path in files if file_kind(path) not in TEXTS]
+    sources = [DataFile(path, weight) for path in files if len(texts) < 2 or file_kind(path) not in TEXTS]
     if len(texts) > 1:
         sources.append(DataFile(Path(name), weight, texts, f"{name} ({len(texts):,} texts)"))
-    else:
-        sources += [DataFile(path, weight) for path in texts]
     if not 0 < len(sources) <= MOST_FILES:
-        raise InputError(
-            f"{name}: {len(sources):,} files to train on, expected 1 to {MOST_FILES} of {', '.join(KINDS)}. Name one "
-            "file, or join them into fewer."
-        )
+        what = f"{len(sources):,} files to train on, expected 1 to {MOST_FILES} of {', '.join(KINDS)}"
+        raise InputError(f"{name}: {what}. Name one file, or join them into fewer.")
     return sources
 
 
@@ -245,8 +241,8 @@ class Rows:
     def _rows(self, path: Path) -> Iterator[Row]:
         kind = file_kind(path)
         try:
-            lines = read.holds_lines(path)
-            self.unit = "row" if kind in COLUMNS or (kind in (*LINES, ".json") and not lines) else self.unit
+            lines = kind in LINES and read.holds_lines(path)
+            self.unit = "row" if kind in (*COLUMNS, *LINES, ".json") and not lines else self.unit
             with path.open("rb") as raw:
                 self._raw, file = raw, read.unpacked(path, raw)
                 if kind in COLUMNS:
@@ -262,5 +258,4 @@ class Rows:
         except read.DAMAGES as error:
             if getattr(error, "errno", None) or path.suffix.lower() not in PACKINGS:
                 raise
-            what = " ".join(str(error).split())
-            raise InputError(f"{path} is a damaged {path.suffix} ({what}). Download it again.") from None
+            raise InputError(f"{path} is damaged ({' '.join(str(error).split())}). Download it again.") from None

@@ -116,8 +116,7 @@ def find_form(row: Fields, forms: Sequence[Form], mapped: Iterable[str] = ()) ->
     """The first form whose keys have values, of those that --map names, then of others; else the first whose keys are
     there, whose reader says what is empty.
     """
-    named = [form for form in forms if not {*mapped}.isdisjoint(form.keys)] if mapped else []
-    order = [*named, *(form for form in forms if form not in named)] if named else forms
+    order = sorted(forms, key=lambda form: {*mapped}.isdisjoint(form.keys)) if mapped else forms
     for keys in ({key for key, value in row.items() if value not in EMPTY}, row.keys()):
         for form in order:
             if keys >= {*form.keys} and not (form.keys == ("text",) and _is_turn(row)):
@@ -235,9 +234,7 @@ def _chat(row: Fields, columns: Sequence[tuple[str, list[Any], bool]], answered:
     variables = typed(row.get("chat_template_kwargs") or {}, dict, "'chat_template_kwargs'", "an object")
     variables = {key: value for key, value in variables.items() if value is not None}
     if fixed := [key for key in _FIXED if key in variables]:
-        raise BadRow(
-            f"'chat_template_kwargs' sets {fixed[0]!r}, which is not a variable to choose: name it as a column"
-        )
+        raise BadRow(f"'chat_template_kwargs' sets {fixed[0]!r}, which is not a variable: leave it out")
     return Chat(messages.number_calls(conversation), messages.read_tools(row), variables or None)
 
 
@@ -293,9 +290,8 @@ def alpaca(row: Fields) -> Chat:
     if not isinstance(history, list) or not all(map(texts, history)):
         raise BadRow("'history' is not a list of [question, answer] pairs")
     pairs = [*history, ["\n".join(part for part in (task, context) if part), filled(answer, "'output'")]]
-    turns = [
-        {"role": who, "content": text} for pair in pairs for who, text in zip(("user", "assistant"), pair, strict=True)
-    ]
+    roles = ({"role": "user"}, {"role": "assistant"})
+    turns = [role | {"content": text} for pair in pairs for role, text in zip(roles, pair, strict=True)]
     result = _chat(row, [("output", turns, True)])
     if history or any(row.get(key) for key in TALK):
         return result

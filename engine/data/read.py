@@ -11,6 +11,7 @@ import json
 import re
 import zlib
 from collections.abc import Container, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
 
@@ -175,9 +176,7 @@ def _fault(error: ValueError | RecursionError) -> str:
         return f"is not UTF-8 (byte {error.start}); if all of the file is in one encoding, iconv converts it"
     if isinstance(error, json.JSONDecodeError):
         return f"is not JSON ({error.msg} at character {error.pos + 1})"
-    if isinstance(error, RecursionError):
-        return "is nested too deeply"
-    return str(error) if isinstance(error, BadRow) else "holds a number of thousands of digits"  # Python refuses it
+    return "is nested too deeply" if isinstance(error, RecursionError) else str(error)
 
 
 def _object(value: object) -> Fields | BadRow:
@@ -185,21 +184,17 @@ def _object(value: object) -> Fields | BadRow:
 
 
 def holds_lines(path: Path) -> bool:
-    """Whether a file has one JSON object a line, whatever its name is: not an array, nor objects of several lines."""
-    kind = file_kind(path)
-    if kind not in (*LINES, ".json"):
-        return False
+    """Whether a file of LINES has one object a line: not an array, nor objects of several lines."""
     with path.open("rb") as raw:
         file = unpacked(path, raw)
-        filled = filter(None, (line.strip(_BOM + _SPACE) for line in iter(lambda: file.readline(ROW), b"")))
-        first = next(filled, b"")
+        lines = filter(None, (line.strip(_BOM + _SPACE) for line in iter(lambda: file.readline(ROW), b"")))
+        first = next(lines, b"")
         if first[:1] != b"{":
-            return first[:1] != b"[" and kind in LINES
-        try:
+            return first[:1] != b"["
+        with suppress(ValueError, RecursionError):
             json.loads(first)
-        except (ValueError, RecursionError):  # a bad row, or the first line of an object
-            return kind in LINES and next(filled, b"{")[:1] == b"{"
-        return True
+            return True
+        return next(lines, b"{")[:1] == b"{"  # a bad row, or the first line of an object
 
 
 def json_lines(file: BinaryIO) -> Iterator[Row]:

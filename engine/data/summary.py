@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -167,19 +168,10 @@ def example_text(ids: np.ndarray, learned: np.ndarray, codec: Codec | None) -> s
     """The beginning of a document as text, with [..] around trained tokens and ⏎ for line ends. ids (n,), learned (n,)
     bool.
     """
-    tokens = len(ids)
-    ids, runs = ids[:SHOWN], _runs(learned[:SHOWN])
-    if codec is None:
-        parts = [" ".join(map(str, ids[start:stop])) + " " for start, stop in runs]
-    else:
-        parts = codec.parts(ids, [stop for _, stop in runs])
-    marked = (f"[{part}]" if learned[start] else part for part, (start, _) in zip(parts, runs, strict=False))
-    text = "".join(marked).replace("\n", "⏎")  # one part if the codec fails
-    return text if max(tokens, len(text)) <= SHOWN else f"{text[:SHOWN]} … of {count(tokens, 'token')}"
-
-
-def _runs(flags: np.ndarray) -> list[tuple[int, int]]:
-    """Ranges [start, stop) of equal flags."""
-    edges = np.flatnonzero(np.diff(flags.astype(np.int8))) + 1
-    bounds = [0, *edges.tolist(), len(flags)]
-    return list(zip(bounds[:-1], bounds[1:], strict=True))
+    runs = [(trained, len([*run])) for trained, run in groupby(learned[:SHOWN].tolist())]
+    stops = np.cumsum([n for _, n in runs]).tolist()
+    words = [" ".join(map(str, part)) + " " for part in np.split(ids[:SHOWN], stops[:-1])]
+    parts = words if codec is None else codec.parts(ids[:SHOWN], stops)  # one part if the codec fails
+    marked = (f"[{part}]" if trained else part for part, (trained, _) in zip(parts, runs, strict=False))
+    text = "".join(marked).replace("\n", "⏎")
+    return text if max(len(ids), len(text)) <= SHOWN else f"{text[:SHOWN]} … of {count(len(ids), 'token')}"
