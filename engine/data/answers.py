@@ -61,14 +61,14 @@ class _Misnamed(BadRow):
 
 def parse_map(text: str | None) -> dict[str, str]:
     """--map `ours=theirs,...` as {their name: our name}. Raises InputError."""
-    known = {*HISTORY, "label", "weight", "margin", "unused"}
+    known = {"label", "weight", "margin", "unused"}
     known |= {key for form in (*FORMS, *PAIRS) for key in (*form.keys, *form.others)}
-    renames, pairs = dict[str, str](), [part.partition("=") for part in filter(None, (text or "").split(","))]
-    for ours, theirs in ((ours.strip(), theirs.strip()) for ours, _, theirs in pairs):
-        again = theirs in renames or (ours != "unused" and ours in renames.values())
-        if ours not in known or not theirs or again:
-            which = f"{theirs} or {ours} is named twice" if again else f"OURS is one of {', '.join(sorted(known))}"
-            raise InputError(f"--map {text}: expected OURS=YOURS, such as prompt=question,completion=answer; {which}.")
+    renames = dict[str, str]()
+    for pair in filter(None, (text or "").split(",")):
+        ours, theirs = (name.strip() for name in pair.partition("=")[::2])
+        if ours not in known or not theirs or theirs in renames or (ours != "unused" and ours in renames.values()):
+            what = "expected OURS=YOURS, each once, such as prompt=question,completion=answer; OURS is one of"
+            raise InputError(f"--map {text}: {what} {', '.join(sorted(known))}.")
         renames[theirs] = ours
     return renames
 
@@ -80,44 +80,43 @@ def read(
     BadRow.
     """
     try:
-        row, numbers = forms.normal(raw, renames, table), classes or {}
-        try:
-            return _read(row, renames.values(), kind, numbers)
-        except _Misnamed as error:
-            advice = error.advice
-            for way in error.ways:
-                with suppress(BadRow):
-                    _read(forms.normal(row, way, table), {*renames.values(), *way.values()}, kind, numbers)
-                    names = {theirs: way.get(ours, ours) for theirs, ours in renames.items()}
-                    names |= {theirs: ours for theirs, ours in way.items() if theirs in raw.keys() - renames.keys()}
-                    advice = f" Perhaps --map {','.join(f'{ours}={theirs}' for theirs, ours in names.items())}."
-                    break
-            raise BadRow(f"{error}{advice}") from None
+        return _read(forms.normal(raw, renames, table), renames.values(), kind, classes or {})
     except RecursionError:
         raise BadRow("is nested too deeply") from None
+    except _Misnamed as error:
+        fault, ways, advice = str(error), error.ways, error.advice
+    for way in ways:
+        names = {theirs: way.get(ours, ours) for theirs, ours in renames.items()}
+        names |= {theirs: ours for theirs, ours in way.items() if theirs in raw.keys() - renames.keys()}
+        with suppress(BadRow):
+            _read(forms.normal(raw, names, table), names.values(), kind, classes or {})
+            advice = f" Perhaps --map {','.join(f'{ours}={theirs}' for theirs, ours in names.items())}."
+            break
+    raise BadRow(fault + advice)
 
 
 def _read(row: Fields, mapped: Collection[str], kind: Kind, classes: Mapping[str, int]) -> Read:
     """`row`: normal; `mapped`: our names that --map gives. Raises BadRow."""
     forms.check_row(row)
-    known = ["weight"]
+    known = ["label", "weight"] if kind in ("labels", "classes") else ["weight"]
     if row.get("label") is None and row.get("kto_tag") is not None:
-        row, known = row | {"label": row["kto_tag"]}, ["weight", "kto_tag"]
+        row, known = row | {"label": row["kto_tag"]}, [*known, "kto_tag"]
     weight, value = _number(row, "weight", 1.0), 0.0
     if weight is None:  # a column of something else
-        weight, known = 1.0, known[1:]
+        weight = 1.0
+        known.remove("weight")
     if weight <= 0:
         raise BadRow(f"'weight' is {weight:g}, expected a number above 0; leave out a row that is not to count")
     pair = None if _SIDES.isdisjoint(row) else forms.find_form(row, PAIRS, mapped)
     if kind in ("pairs", "rewards") or (kind == "labels" and pair and row.get("label") in EMPTY):
         if pair is None:
             raise _unknown(row, PAIRS)
-        known += ["margin"] if kind == "rewards" else []
         margin = _number(row, "margin", 0.0) if kind == "rewards" else 0.0
         if margin is None:
             raise BadRow("'margin' is not a number")
         examples = pair.read(row)
-        return Read(pair.name, examples, forms.unused_of(row, pair, examples[0], known), weight, margin)
+        unused = forms.unused_of(row, pair, examples[0], [*known, *(["margin"] if kind == "rewards" else [])])
+        return Read(pair.name, examples, unused, weight, margin)
     form = forms.find_form(row, FORMS, mapped)
     if kind == "":
         _refuse_preferences(row, pair, form)
@@ -135,18 +134,15 @@ def _read(row: Fields, mapped: Collection[str], kind: Kind, classes: Mapping[str
     elif kind == "labels":
         example = _last(example)
         weight *= _labelled(str(row["label"]).strip().lower(), SIGNS)
-    known += ["label"] if kind else []
-    name = f"{form.name},label" if kind else form.name
-    return Read(name, [example], forms.unused_of(row, form, example, known), weight, value)
+    unused = forms.unused_of(row, form, example, known)
+    return Read(f"{form.name},label" if kind else form.name, [example], unused, weight, value)
 
 
 def _number(row: Mapping[str, Any], key: str, default: float) -> float | None:
     """A finite number, also in a string; None of another value."""
     value = default if row.get(key) is None else row[key]
-    if isinstance(value, bool) or not isinstance(value, (str, int, float, Decimal)):
-        return None
-    with suppress(ValueError, OverflowError):
-        return float(value) if math.isfinite(float(value)) else None
+    with suppress(ValueError, OverflowError, TypeError):
+        return float(value) if math.isfinite(float(value)) and not isinstance(value, bool) else None
     return None
 
 
@@ -158,21 +154,19 @@ def _unknown(row: Fields, among: Sequence[Form]) -> BadRow:
     seen = shown(json.dumps(row, ensure_ascii=False, default=str), 200)
     known = "; ".join(", ".join(form.keys) for form in among)
     fault = f"no known form of a row: {seen}. Expected the keys {known}."
-    if shape := forms.shape_of(row):
-        return BadRow(fault + shape)
     names = "chosen=better,rejected=worse" if among is PAIRS else "instruction=question,output=answer"
-    return _Misnamed(fault, [_likely(row, form) for form in among], f" Rename columns, as in --map {names}.")
+    shape = forms.shape_of(row)
+    ways = [] if shape else [_likely(row, form) for form in among]
+    return _Misnamed(fault, ways, shape or f" Rename columns, as in --map {names}.")
 
 
 def _likely(row: Fields, form: Form) -> dict[str, str]:
     """Renames that give a row the keys of a form; none if a key has no or several columns."""
-    names, way = {key.lower(): key for key in row}, dict[str, str]()
-    for ours in form.keys:
-        theirs = [name for name in ((ours,) if ours in names else _LIKELY.get(ours, ())) if name in names]
-        if len(theirs) != 1:
-            return {}
-        way |= {names[theirs[0]]: ours} if names[theirs[0]] != ours else {}
-    return way
+    names = {key.lower(): key for key in row}
+    likely = {ours: (ours,) if ours in names else _LIKELY.get(ours, ()) for ours in form.keys}
+    columns = {ours: [names[name] for name in words if name in names] for ours, words in likely.items()}
+    clear = all(len(theirs) == 1 for theirs in columns.values())
+    return {theirs: ours for ours, (theirs, *_) in columns.items() if theirs != ours} if clear else {}
 
 
 def _refuse_preferences(row: Fields, pair: Form | None, form: Form | None) -> None:
@@ -229,15 +223,14 @@ def _dialogue(text: str, start: int) -> Example:
     """A dialogue of hh-rlhf, of which the turns before `start` are the prompt."""
     if start < 0:
         raise BadRow("'chosen' and 'rejected' do not share a turn of the human")
-    sides = [re.split(r"\n\n(Human|Assistant):", part)[1:] for part in (text[:start], text[start:])]
+    sides = (re.split(r"\n\n(Human|Assistant):", part)[1:] for part in (text[:start], text[start:]))
     prompt, answer = (
         [{"from": who, "value": words.strip()} for who, words in zip(side[::2], side[1::2], strict=True)]
         for side in sides
     )
     start += len(_ASSISTANT)
-    return talk({}, prompt, answer, "the dialogue")._replace(
-        plain=forms.completion(text[:start], text[start:], "an answer")
-    )
+    plain = forms.completion(text[:start], text[start:], "an answer")
+    return talk({}, prompt, answer, "the dialogue")._replace(plain=plain)
 
 
 def _apart(context: list[Any], mine: list[Any], other: list[Any]) -> tuple[list[Any], list[Any]]:

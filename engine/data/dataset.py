@@ -26,7 +26,7 @@ from trireme.engine.data.codec import Codec
 from trireme.engine.data.documents import is_text
 from trireme.engine.data.find import DataFile, Rows, Sources, find, spool
 from trireme.engine.data.prepare import DataOptions, Preparation, Progress
-from trireme.engine.data.summary import Counts, FileReport, Report, example_text, notes_on
+from trireme.engine.data.summary import FileReport, Report, counted, example_text, notes_on
 from trireme.engine.data.tables import class_names
 from trireme.engine.data.taught import Taught, Teacher
 from trireme.engine.data.tokens import TokenFile, decode, tidy
@@ -324,9 +324,10 @@ def _lay_out(
     weighed = documents.weigh(rows, [source.weight for source in named], options.seed)
     fitted = documents.fit(weighed, files, options.seq_len, options.long)
     reports = tuple(
-        FileReport(str(source), source.weight, file.meta) for source, file in zip(named, files, strict=True)
+        FileReport(str(source), source.weight, file.meta, i in weighed["file"][:, 0])
+        for i, (source, file) in enumerate(zip(named, files, strict=True))
     )
-    report = Report(reports, Counts.of(rows), replace(fitted, pieces=fitted.pieces[:0]), options, 0, 0.0)
+    report = Report(reports, counted(rows, options), replace(fitted, pieces=fitted.pieces[:0]), options, 0, 0.0)
     if not len(fitted.pieces):
         file, start, length, *_ = rows[0, 0].tolist()
         ids, trained = decode(files[file].read(start, start + min(length, 60)))

@@ -61,35 +61,23 @@ def hold_out(rows: np.ndarray, share: float, seed: int, text_len: int) -> tuple[
     """(train, held out). `text_len`: of running text --seq-len, else 0; of a few long texts, parts of that length are
     held out, which are drawn from all of them.
     """
-    n = round(share * len(rows))
-    if text_len and n < _FEW:
-        return _hold_out_parts(rows[:, 0], share, seed, text_len)
-    n = max(n, 1)
-    if n >= len(rows):
+    lengths, size = rows["length"][:, 0], int(rows["length"].max())
+    if text_len and round(share * len(rows)) < _FEW:
+        size = min(text_len, int(share * lengths.sum() / 4))  # a few parts, also of a short text
+    document, start, length = cut_points(lengths, max(size, 1))
+    n = max(1, round(share * len(document)))
+    if n >= len(document) or (size < 2 and text_len):
         raise InputError(
-            f"--val {share:g} of {len(rows):,} rows leaves nothing to train on. Give a smaller share, or a file."
+            f"--val {share:g} of {len(rows):,} rows leaves nothing to train on, or to hold out. Give a file."
         )
-    chosen = np.zeros(len(rows), bool)
-    chosen[shuffled(len(rows), seed, _HOLD_OUT)[:n]] = True
-    return rows[~chosen], rows[chosen]
-
-
-def _hold_out_parts(documents: np.ndarray, share: float, seed: int, text_len: int) -> tuple[np.ndarray, np.ndarray]:
-    most = share * documents["length"].sum()
-    size = min(text_len, int(most / 4) or 1)  # a few parts, also of a short text
-    if most < 2 or size < 2:
-        raise InputError(f"--val {share:g}: the text is too short to hold out a part of it. Give a file.")
-    document, start, length = cut_points(documents["length"], size)
     chosen = np.zeros(len(document), bool)
-    chosen[shuffled(len(document), seed, _HOLD_OUT)[: max(1, round(most / size))]] = True
-    begins = np.diff(document * 2 + chosen, prepend=-1) != 0  # parts that are side by side stay together
-    begins |= chosen
-    first = np.flatnonzero(begins)
-    parts = documents[document[first]].copy()
-    parts["start"] += start[first]
-    parts["length"] = np.add.reduceat(length, first)
-    parts["trained"] = np.minimum(parts["length"] - 1, documents["trained"][document[first]])  # not the first token
-    return parts[~chosen[first]][:, None], parts[chosen[first]][:, None]
+    chosen[shuffled(len(document), seed, _HOLD_OUT)[:n]] = True
+    first = np.flatnonzero(chosen | (np.diff(document * 2 + chosen, prepend=-1) != 0))  # others stay together
+    parts = rows[document[first]]
+    parts["start"][:, 0] += start[first]
+    parts["length"][:, 0] = np.add.reduceat(length, first)
+    parts["trained"] = np.minimum(parts["trained"], parts["length"])
+    return parts[~chosen[first]], parts[chosen[first]]
 
 
 def weigh(rows: np.ndarray, weights: Sequence[float], seed: int) -> np.ndarray:
@@ -109,6 +97,7 @@ class Fitted:
     """Pieces, and numbers of rows that did not fit."""
 
     pieces: np.ndarray  # (n, documents of a row) PIECE
+    rows: int  # before
     longer: int = 0
     cut: int = 0
     split: int = 0
@@ -121,11 +110,11 @@ class Fitted:
 
 def fit(rows: np.ndarray, files: Sequence[TokenFile], seq_len: int, long: str | None) -> Fitted:
     """Fits documents into seq_len tokens each. `long`: as of DataOptions. Raises InputError."""
-    width = rows.shape[1]
-    learnable: np.ndarray = np.asarray((rows["trained"] > 0).all(1))
-    rows = rows[learnable]
+    n, width = len(rows), rows.shape[1]
+    rows = rows[(rows["trained"] > 0).all(1)]
+    unlearnable, longest = n - len(rows), int(rows["length"].max(initial=0))
     longer: np.ndarray = np.asarray((rows["length"] > seq_len).any(1))
-    n_longer, longest = int(longer.sum()), int(rows["length"].max(initial=0))
+    n_longer = int(longer.sum())
     if long == "error" and n_longer:
         what = f"{n_longer:,} rows have more than --seq-len {seq_len} tokens, the longest {longest:,}"
         raise InputError(f"{what}. Give a larger --seq-len, or --long cut or drop.")
@@ -134,9 +123,8 @@ def fit(rows: np.ndarray, files: Sequence[TokenFile], seq_len: int, long: str | 
     text = np.array([is_text(file) for file in files])[rows["file"][:, 0]]
     split = longer & ((long == "split") | (text & (long is None))) & (width == 1)  # pairs are compared as wholes
     documents, splits = rows.reshape(-1), np.repeat(split, width)
-    document, start, length = cut_points(
-        np.where(splits, documents["length"], documents["length"].clip(max=seq_len)), seq_len
-    )
+    lengths = np.where(splits, documents["length"], documents["length"].clip(max=seq_len))
+    document, start, length = cut_points(lengths, seq_len)
     pieces = np.zeros(len(document), PIECE)
     pieces["file"], pieces["weight"] = documents["file"][document], documents["weight"][document]
     pieces["start"], pieces["length"] = documents["start"][document] + start, length
@@ -147,13 +135,13 @@ def fit(rows: np.ndarray, files: Sequence[TokenFile], seq_len: int, long: str | 
     whole: np.ndarray = np.asarray(keep.reshape(-1, width).all(1))
     lost, n_split = int((~whole & ~split[document[::width] // width]).sum()), int(split.sum())
     dropped = n_longer if long == "drop" else 0
-    fitted, cut, bad = pieces.reshape(-1, width)[whole], n_longer - dropped - n_split - lost, int((~learnable).sum())
-    alike = 0
+    fitted, alike = pieces.reshape(-1, width)[whole], 0
     if width > 1:
         tokens = lambda piece: files[piece["file"]].read(int(piece["start"]), int(piece["start"] + piece["length"]))
         same = fitted[fitted["length"][:, 0] == fitted["length"][:, 1]]
         alike = sum(np.array_equal(tokens(good), tokens(other)) for good, other in same)
-    return Fitted(fitted, n_longer, cut, n_split, dropped, lost, bad, alike, longest)
+    cut = n_longer - dropped - n_split - lost
+    return Fitted(fitted, n, n_longer, cut, n_split, dropped, lost, unlearnable, alike, longest)
 
 
 def is_text(file: TokenFile) -> bool:

@@ -122,7 +122,7 @@ def _read_part(part: Any, where: str) -> tuple[str, bool]:
     if not texts or not all(isinstance(text, str) for text in texts):
         keys = ", ".join(map(repr, of))
         raise BadRow(f"{where} holds a part of type {kind!r} ({keys}); only text can be trained on")
-    return "\n".join(texts), kind in _THOUGHTS
+    return "\n".join(map(str, texts)), kind in _THOUGHTS
 
 
 def _is_trained(message: Fields, where: str) -> bool:

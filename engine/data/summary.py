@@ -38,34 +38,32 @@ class FileReport(NamedTuple):
     name: str
     weight: float
     meta: Mapping[str, Any]  # of its TokenFile
+    left: bool = True  # any row, after its weight
 
     def __str__(self) -> str:
         m = self.meta
         forms = "; ".join(f"{name}: {count(rows, 'row')}" for name, rows in m["forms"].items())
         form = f"formats {forms}" if len(m["forms"]) > 1 else f'format "{next(iter(m["forms"]))}"'
-        weight = "" if self.weight == 1 else f", weight {self.weight:g}"
+        weight = "" if self.weight == 1 else f", weight {self.weight:g}{'' if self.left else ' leaves no row'}"
         bad = f", {m['bad']:,} bad dropped (first: {m['first_bad']})" if m["bad"] else ""
         unused = f"; not used: {', '.join(m['unused'])}" if m["unused"] else ""
         return f"{self.name}: {count(m['rows'], 'row')}, {form}{weight}{bad}{unused}"
 
 
-class Counts(NamedTuple):
-    """Counts of rows, before weights and cuts."""
-
-    rows: int
-    tokens: int
-    trained: int
-    p50: float  # of tokens of a document
-    p99: float
-    longest: int
-    bad: int = 0  # labelled answers
-
-    @classmethod
-    def of(cls, rows: np.ndarray) -> Counts:
-        """Counts rows, (n, documents of a row) DOCUMENT, n > 0."""
-        p50, p99 = np.percentile(rows["length"], [50, 99]).tolist()
-        tokens, trained, longest = int(rows["length"].sum()), int(rows["trained"].sum()), int(rows["length"].max())
-        return cls(len(rows), tokens, trained, p50, p99, longest, int((rows["weight"][:, 0] < 0).sum()))
+def counted(rows: np.ndarray, options: DataOptions) -> tuple[str, ...]:
+    """Lines on rows, (n > 0, documents of a row) DOCUMENT, before weights and cuts."""
+    tokens, learned = int(rows["length"].sum()), int(rows["trained"].sum())
+    p50, p99, longest = np.percentile(rows["length"], [50, 99, 100])
+    trained = "" if options.scored else f", {compact(learned)} trained ({percent(learned / max(tokens, 1))})"
+    line = f"{compact(tokens)} tokens{trained}; length p50 {p50:,.0f}, p99 {p99:,.0f}, max {longest:,.0f}"
+    if options.kind != "labels":
+        return (line,)
+    bad = int((rows["weight"][:, 0] < 0).sum())
+    good = len(rows) - bad
+    (few, flag), (many, _) = sorted([(bad, "--undesirable-weight"), (good, "--desirable-weight")])
+    ratio = many / few if few else 0.0
+    advice = f"; {flag} {ratio:.2g} balances them" if ratio > 4 / 3 else "" if few else ": kto needs both"
+    return line, f"{good:,} good and {bad:,} bad answers{advice}"
 
 
 @dataclass(frozen=True)
@@ -73,7 +71,7 @@ class Report:
     """Counts, from files to packed sequences."""
 
     files: tuple[FileReport, ...]
-    counts: Counts
+    counts: tuple[str, ...]  # lines on rows
     fitted: Fitted  # without its pieces
     options: DataOptions
     sequences: int
@@ -83,21 +81,13 @@ class Report:
 
     def lines(self) -> list[str]:
         """The lines to print."""
-        c, o = self.counts, self.options
-        summed = [file for file in self.files if not (file.meta["bad"] or file.meta["unused"])][LISTED:]
+        o = self.options
+        summed = [file for file in self.files if file.left and not (file.meta["bad"] or file.meta["unused"])][LISTED:]
         lines = [str(file) for file in self.files if file not in summed]
         if summed:
             lines.append(f"{len(summed):,} more files: {count(sum(file.meta['rows'] for file in summed), 'row')}")
         held_out = f"{self.held_out} held out; " if self.held_out else ""
-        trained = "" if o.scored else f", {compact(c.trained)} trained ({percent(c.trained / max(c.tokens, 1))})"
-        length = f"length p50 {c.p50:,.0f}, p99 {c.p99:,.0f}, max {c.longest:,}"
-        lines.append(f"{held_out}{compact(c.tokens)} tokens{trained}; {length}")
-        if o.kind == "labels":
-            (few, flag), (many, _) = sorted([(c.bad, "--undesirable-weight"), (c.rows - c.bad, "--desirable-weight")])
-            ratio = many / few if few else 0.0
-            advice = f"; {flag} {ratio:.2g} balances them" if ratio > 4 / 3 else "" if few else ": kto needs both"
-            lines.append(f"{c.rows - c.bad:,} good and {c.bad:,} bad answers{advice}")
-        lines += self.losses()
+        lines += [held_out + self.counts[0], *self.counts[1:], *self.losses()]
         packed, single = ("packed into ", "") if o.pack else ("", ", one row each")
         lines.append(
             f"{packed}{count(self.sequences, 'sequence')} of up to {o.room:,} tokens{single}; "
@@ -112,7 +102,7 @@ class Report:
             beyond = "dropped, as what they train lies beyond it"
             counts = {"cut": f.cut, "split": f.split, "dropped": f.dropped, beyond: f.lost}
             what = ", ".join(f"{n:,} {word}" for word, n in counts.items() if n)
-            share = percent(min(1.0, f.longer / self.counts.rows))
+            share = percent(f.longer / f.rows)
             lines.append(
                 f"at --seq-len {o.seq_len}: longer {count(f.longer, 'row')} ({share}): {what}; --seq-len {f.longest} "
                 f"keeps all   (--long cut|drop|{'' if o.paired else 'split|'}error)"

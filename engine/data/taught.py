@@ -72,10 +72,9 @@ def read_names(folder: str | Path) -> Names:
 
 
 class _Part(NamedTuple):
-    """A file of scores, mapped."""
+    """A file of scores, mapped, and the key of what it is of."""
 
-    path: Path
-    key: str  # of what it is of
+    key: str
     tables: dict[str, np.ndarray]
 
 
@@ -104,24 +103,28 @@ def _read_part(path: Path, k: int, vocab: int) -> _Part:
     model.
     """
     header = read_header(path)
-    tables = {
-        t.name: np.memmap(path, _DTYPES[t.dtype], "r", header.data + t.offset, t.shape)
-        if t.nbytes
-        else np.zeros(t.shape, _DTYPES[t.dtype])
+    mapped = lambda t: np.memmap(path, _DTYPES[t.dtype], "r", header.data + t.offset, t.shape)
+    tables: dict[str, np.ndarray] = {
+        t.name: mapped(t) if t.nbytes else np.zeros(t.shape, _DTYPES[t.dtype])
         for t in header.layout.tensors
         if t.dtype in _DTYPES
     }
-    form = {name: (table.dtype, table.shape) for name, table in tables.items()}
-    n, m = (form.get(name, ("", (0,)))[1][0] for name in ("document", "label"))
-    expected: dict[str, Any] = dict.fromkeys(("document", "start", "trained"), (np.int64, (n,)))
-    expected |= {"label": (np.int32, (m,)), "ids": (np.int32, (m, k)), "logps": (np.float16, (m, k))}
-    if not (expected | {"rest": (np.float32, (m,))}).items() <= form.items():
+    form = {name: (table.dtype, table.shape[1:]) for name, table in tables.items()}
+    expected: dict[str, Any] = dict.fromkeys(("document", "start", "trained"), (np.int64, ()))
+    expected |= {
+        "label": (np.int32, ()),
+        "ids": (np.int32, (k,)),
+        "logps": (np.float16, (k,)),
+        "rest": (np.float32, ()),
+    }
+    if not expected.items() <= form.items():
         raise ValueError(f"is not a file of scores with {k} tokens per label")
-    if part_sum(header.metadata, tables) != header.metadata.get("sum") or tables["trained"].sum() != m:
+    ids, labels = tables["ids"], len(tables["label"])
+    if part_sum(header.metadata, tables) != header.metadata.get("sum") or tables["trained"].sum() != labels:
         raise ValueError("is damaged: it does not have its checksum")
-    if m and not 0 <= tables["ids"].min() <= tables["ids"].max() < vocab:
-        raise ValueError(f"has token id {tables['ids'].max()}, the model's vocabulary is {vocab}")
-    return _Part(path, header.metadata.get("key", ""), tables)
+    if labels and not 0 <= ids.min() <= ids.max() < vocab:
+        raise ValueError(f"has token id {ids.max()}, the model's vocabulary is {vocab}")
+    return _Part(header.metadata.get("key", ""), tables)
 
 
 # ---------------------------------------------------------------- rows of a run

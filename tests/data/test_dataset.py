@@ -147,6 +147,8 @@ def test_of_few_texts_parts_of_all_are_held_out(load, tmp_path):
 def test_weights_samples_and_bad_rows(load, tmp_path):
     data = load(ids_of(*[5] * 8), sources=[f"{tmp_path / 'rows.jsonl'}:1.5"])
     assert len(data.pieces) == 12
+    data = load(ids_of(5), "one.jsonl", sources=[str(tmp_path / "rows.jsonl"), f"{tmp_path / 'one.jsonl'}:0.3"])
+    assert "0.3 leaves no row" in data.report.lines()[1]
     data = load([*ids_of(*[5] * 8), {"x": 1}], max_samples=3)
     assert len(data.pieces) == 3
     with pytest.raises(InputError) as error:
