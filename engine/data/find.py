@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from trireme.engine.data import read
-from trireme.engine.data.read import COLUMNS, KINDS, LINES, PACKINGS, TEXTS, Row, check_file, file_kind
+from trireme.engine.data.read import COLUMNS, KINDS, OBJECTS, PACKINGS, TEXTS, Row, check_file, file_kind
 from trireme.engine.data.tables import column_rows, csv_rows
 from trireme.models.config import InputError
 from trireme.storage.untrusted import shown
 
 MOST_FILES = 500  # each is held open
 MOST_WEIGHT = 1000  # each repeat takes memory
-_NAMED = 4  # names in a line
+_NAMED = 6  # names in a line
 _PART = r"-\d+-of-(\d+)"  # in the name of a part of a set
 _USES = {"train": "train", "training": "train", "test": "test"}
 _USES |= dict.fromkeys(("valid", "validation", "val", "dev", "eval"), "valid")
@@ -203,11 +203,9 @@ def _check_sets(folder: Path, files: Sequence[Path]) -> None:
 
 
 def _unread(name: str, files: Sequence[Path], others: Mapping[str, int]) -> list[str]:
-    """A note on what is not read: the first of these files, and counts of others by kind."""
-    left = [shown(str(path)) for path in files[:_NAMED]]
-    left += [f"{len(files) - _NAMED:,} more"] if len(files) > _NAMED else []
-    left += [f"{n:,} {kind}" for kind, n in sorted(others.items())]
-    return [f"{name}: not read: {', '.join(left[: _NAMED + 2])}"] if left else []
+    """A note on what is not read: counts of other files by kind, and these files."""
+    left = [*(f"{n:,} {kind}" for kind, n in sorted(others.items())), *(shown(str(path)) for path in files)]
+    return [f"{name}: not read: {', '.join(left[:_NAMED])}{', …' if len(left) > _NAMED else ''}"] if left else []
 
 
 # ---------------------------------------------------------------- rows
@@ -241,8 +239,8 @@ class Rows:
     def _rows(self, path: Path) -> Iterator[Row]:
         kind = file_kind(path)
         try:
-            lines = kind in LINES and read.holds_lines(path)
-            self.unit = "row" if kind in (*COLUMNS, *LINES, ".json") and not lines else self.unit
+            lines = kind in OBJECTS and read.holds_lines(path)
+            self.unit = "row" if kind in (*COLUMNS, *OBJECTS) and not lines else self.unit
             with path.open("rb") as raw:
                 self._raw, file = raw, read.unpacked(path, raw)
                 if kind in COLUMNS:

@@ -18,8 +18,8 @@ from typing import Any, BinaryIO, NamedTuple, cast
 from trireme.models.config import InputError
 from trireme.storage.untrusted import quoted
 
-LINES, TEXTS, COLUMNS = (".jsonl", ".ndjson"), (".txt", ".md"), (".parquet", ".arrow")
-KINDS = (*LINES, ".json", ".csv", ".tsv", *TEXTS, *COLUMNS)
+OBJECTS, TEXTS, COLUMNS = (".jsonl", ".ndjson", ".json"), (".txt", ".md"), (".parquet", ".arrow")
+KINDS = (*OBJECTS, ".csv", ".tsv", *TEXTS, *COLUMNS)
 PACKINGS = (".gz", ".zst")
 DAMAGES = (gzip.BadGzipFile, EOFError, zlib.error, OSError)  # OSError with an errno is none
 STDIN = "standard input"
@@ -184,7 +184,7 @@ def _object(value: object) -> Fields | BadRow:
 
 
 def holds_lines(path: Path) -> bool:
-    """Whether a file of LINES has one object a line: not an array, nor objects of several lines."""
+    """Whether a file of OBJECTS has one a line: not an array, nor objects of several lines."""
     with path.open("rb") as raw:
         file = unpacked(path, raw)
         lines = filter(None, (line.strip(_BOM + _SPACE) for line in iter(lambda: file.readline(ROW), b"")))
@@ -194,7 +194,7 @@ def holds_lines(path: Path) -> bool:
         with suppress(ValueError, RecursionError):
             json.loads(first)
             return True
-        return next(lines, b"{")[:1] == b"{"  # a bad row, or the first line of an object
+        return next(lines, b"")[:1] == b"{"  # a bad row, or the first line of an object
 
 
 def json_lines(file: BinaryIO) -> Iterator[Row]:
@@ -221,7 +221,7 @@ def _json_line(line: bytes) -> Fields | BadRow:
 def json_values(path: Path, file: BinaryIO) -> Iterator[Row]:
     """Yields the objects of JSON arrays, or objects one after the other."""
     text = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
-    buffer, pos, line, number, inside, unread = "", 0, 1, 0, False, True
+    buffer, pos, number, inside, unread = "", 0, 0, False, True
     while True:
         space = re.compile(r"[\s,]*" if inside else r"\s*").match(buffer, pos)
         assert space, "an empty match is one"
@@ -233,22 +233,20 @@ def json_values(path: Path, file: BinaryIO) -> Iterator[Row]:
             value, end = _DECODER.raw_decode(buffer, pos)
         except json.JSONDecodeError as error:
             broken = error.pos < len(buffer) - 16 and not error.msg.startswith("Unterminated string")
-            if unread and not broken:  # the value may go on; doubling keeps a huge one cheap
-                if len(buffer) - pos > ROW:
-                    raise InputError(f"{path} row {number + 1} {TOO_LARGE}.") from None
-                line += buffer.count("\n", 0, pos)
-                block = text.read(max(_CHUNK, min(len(buffer) - pos, ROW - len(buffer) + pos)))
-                buffer, pos, unread = buffer[pos:] + block, 0, bool(block)
-                continue
-            if pos == len(buffer) and not inside:
+            if not unread and pos == len(buffer) and not inside:
                 return
-            where = line + buffer.count("\n", 0, min(error.pos, len(buffer)))
-            what = "the file ends inside the list" if pos == len(buffer) else error.msg
-            raise InputError(f"{path} line {where} is not JSON: {what}. Is the file complete?") from None
+            if broken or not unread:
+                raise InputError(f"{path} row {number + 1} is not JSON: {error.msg}. Is the file complete?") from None
+            if len(buffer) - pos > ROW:
+                raise InputError(f"{path} row {number + 1} {TOO_LARGE}.") from None
+            # the value may go on; doubling keeps a huge one cheap
+            block = text.read(max(_CHUNK, min(len(buffer) - pos, ROW - len(buffer) + pos)))
+            buffer, pos, unread = buffer[pos:] + block, 0, bool(block)
         except (ValueError, RecursionError) as error:
             raise InputError(f"{path} row {number + 1}: {_fault(error)}.") from None
-        number, pos = number + 1, end
-        yield Row(number, _object(value))
+        else:
+            number, pos = number + 1, end
+            yield Row(number, _object(value))
 
 
 # ---------------------------------------------------------------- running text

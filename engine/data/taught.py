@@ -91,8 +91,6 @@ def _parts(folder: Path, k: int, vocab: int) -> list[_Part]:
     while (path := folder / f"part-{len(result):05}.safetensors").is_file():
         try:
             result.append(_read_part(path, k, vocab))
-            if result[-1].key != result[0].key:
-                raise ValueError("is of another model or other data than the first part")
         except (CheckpointError, ValueError) as error:
             raise InputError(f"{path}: {error}. Score the data again.") from None
     return result
@@ -103,9 +101,10 @@ def _read_part(path: Path, k: int, vocab: int) -> _Part:
     model.
     """
     header = read_header(path)
-    mapped = lambda t: np.memmap(path, _DTYPES[t.dtype], "r", header.data + t.offset, t.shape)
-    tables: dict[str, np.ndarray] = {
-        t.name: mapped(t) if t.nbytes else np.zeros(t.shape, _DTYPES[t.dtype])
+    tables = {
+        t.name: np.memmap(path, _DTYPES[t.dtype], "r", header.data + t.offset, t.shape)
+        if t.nbytes
+        else np.zeros(t.shape, _DTYPES[t.dtype])
         for t in header.layout.tensors
         if t.dtype in _DTYPES
     }

@@ -49,7 +49,7 @@ TABLE = [  # name, bytes, rows (None: a bad one) or a word of the fault
     ("a.json", b'[{"text": "a"}, {"text": "b"}]', AB),
     ("a.json", b'{"text": "a"} {"text": "b"}', AB),
     ("a.json", b'[{"text": "a"}, {"text": "b"', "complete"),
-    ("a.json", b'[{"text": "a"}, {"text": b}]', "line 1"),
+    ("a.json", b'[{"text": "a"}, {"text": b}]', "row 2"),
     ("a.csv", b"text\na\nb\n", AB),
     ("a.csv", b"text;n\r\na;1\r\nb;nan\r\n", [{"text": "a", "n": "1"}, {"text": "b", "n": None}]),
     ("a.csv", b"sep=;\ntext;n\na;1,5\n", [{"text": "a", "n": "1,5"}]),
