@@ -37,7 +37,6 @@ from trireme.storage.untrusted import quoted
 MODULES = {name: f"trireme.engine.run.after.{name}" for name in COMMANDS} | {"": "trireme.engine.run.loop"}
 EXPECTED = {InputError: 2, CheckpointError: 2, DoesNotFit: 3, LostHost: 4}
 NO_MEMORY, NO_THREAD = (errno.ENOMEM, errno.EAGAIN), "can't start new thread"  # Python's words
-MISNAMED = (errno.ENAMETOOLONG, errno.ELOOP, errno.EEXIST)
 FAILING = (errno.EIO, errno.ESTALE, errno.EREMOTEIO, errno.EUCLEAN)  # a drive, or a server of files
 CURES = {
     **dict.fromkeys(FAILING, " Is its drive failing? See dmesg."),
@@ -128,8 +127,6 @@ def explained(error: BaseException) -> tuple[str, int]:
         return f"there is not enough memory ({error}). Free some, or raise its limits (ulimit -v, -u).", 3
     if isinstance(error, OSError):
         where, what = error.filename or "a temporary file", str(error.strerror or error).rstrip(".")
-        if number in MISNAMED:
-            return f"{where}: {what}. Name another path.", 2
         return f"{where}: {what}.{CURES.get(number or 0, '') * (where != screen.OUTPUT)}", 4
     if isinstance(error, KeyboardInterrupt):
         return "interrupted.", LEFT
@@ -171,7 +168,7 @@ def parse(argv: Sequence[str]) -> tuple[str, Base]:
 
 def _values(command: str, cls: type[Base], argv: Sequence[str]) -> dict[str, Any]:
     """The values of a command line as texts, by option; those of other trainers' options too."""
-    known, values, words = table(cls), dict[str, Any](), list(argv)
+    known, values, foreign, words = table(cls), dict[str, Any](), dict[str, Any](), list(argv)
     free = [name for name in ("model",) * (not command) + ("folder", "name") if name in known]
     while words:
         word = words.pop(0)
@@ -194,14 +191,12 @@ def _values(command: str, cls: type[Base], argv: Sequence[str]) -> dict[str, Any
             elif name in known and name != "resume":
                 way = "a rank: --lora 16 is usual" if name == "lora" else f"a value; one with dashes: {word}=VALUE"
                 raise InputError(f"{word} needs {way}.")
-        values[name] = [*values.get(name, []), value] if option["repeat"] else value
-    if command:
-        return values
-    ours, theirs = {n: v for n, v in values.items() if n in known}, {n: v for n, v in values.items() if n not in known}
-    theirs = aliases.translated(theirs)
-    if twice := theirs.keys() & ours.keys():
+        where = values if name in known or command else foreign
+        where[name] = [*values.get(name, []), value] if option["repeat"] else value
+    theirs = aliases.translated(foreign)
+    if twice := theirs.keys() & values.keys():
         raise InputError(f"{flag(twice.pop())} is given twice, once by another name. Leave one out.")
-    return ours | theirs
+    return values | theirs
 
 
 def _help(command: str, cls: type[Base]) -> Iterator[str]:

@@ -154,7 +154,7 @@ def make(o: Options, begun: Snapshot | None = None, by_rule: bool = False) -> Jo
         opened = open_model(o, today)
         o = replace(o, labels=opened.labels, seq_len=sequence_length(o, opened.cfg))
         if fixed and (config_of(opened.cfg), tensors_of(opened.source)) != (fixed.config, fixed.tensors):
-            raise changed(o, o.model, "Name the checkpoint that it began with, as it was")
+            raise InputError(f"--resume {o.out}: {o.model} is not what the run began with. Name its checkpoint.")
     with clock.at("probe"):
         device, limits, assumed = computer(o, opened.cfg)
         launches = {} if assumed else tuned.stored(device)
@@ -168,7 +168,10 @@ def make(o: Options, begun: Snapshot | None = None, by_rule: bool = False) -> Jo
         data = read_data(o, opened)
     opened = in_wording(o, opened, data)
     if begun and data and fingerprint(data) != begun.fixed.data:
-        raise changed(o, "the data", "Restore it, or train its result once it is finished")
+        now, before = config_file.saved(o), begun.options
+        other = [flag(name) for name in ("val", "tokenizer", "chat_template") if now[name] != before.get(name)]
+        way = f"Leave {' and '.join(other)} out" if other else "Restore it"
+        raise InputError(f"--resume {o.out}: the data is not what the run began with. {way}.")
     planner, stores = replace(planner, limits=less_tables(limits, data, o, opened.cfg)), folder.stores(o)
     o, work = with_work(o, data, room)
     if begun and work.steps < begun.progress.step:
@@ -192,10 +195,6 @@ def make(o: Options, begun: Snapshot | None = None, by_rule: bool = False) -> Jo
         read = {"--data": fixed.data, "config.json": fixed.config, "tensors": fixed.tensors}
         group.agree("data and checkpoints", read, "Copy host 0's")
     return job
-
-
-def changed(o: Options, what: str, way: str) -> InputError:
-    return InputError(f"--resume {o.out}: {what} is not what the run began with. {way}.")
 
 
 def check_options(o: Options, begun: Snapshot | None) -> None:

@@ -77,18 +77,6 @@ def text(value: str) -> str:
     return value
 
 
-def one_of(*values: Any) -> Callable[[str], Any]:
-    """A parser of some words or numbers."""
-    known = {str(value): value for value in values}
-
-    def parse(text: str) -> Any:
-        if text not in known:
-            raise ValueError(f"{text!r} is not one of {', '.join(known)}")
-        return known[text]
-
-    return parse
-
-
 def listed(parse_one: Callable[[str], Any], value: str | list[str]) -> tuple[Any, ...]:
     """Parses values in a list, or in a text with commas between them."""
     return tuple(map(parse_one, [part.strip() for part in value.split(",")] if isinstance(value, str) else value))
@@ -139,7 +127,15 @@ def several(parse_one: Callable[[str], Any], name: str) -> Value:
 
 
 def choice(*values: Any) -> Value:
-    return Value(one_of(*values), "{" + ",".join(map(str, values)) + "}")
+    """One of some words or numbers."""
+    known = {str(value): value for value in values}
+
+    def parse(text: str) -> Any:
+        if text not in known:
+            raise ValueError(f"{text!r} is not one of {', '.join(known)}")
+        return known[text]
+
+    return Value(parse, "{" + ",".join(known) + "}")
 
 
 def real(low: float, high: float = MOST) -> Value:
@@ -160,7 +156,7 @@ FILE, DIR, TEXT, NAME, HUB = (Value(text, name) for name in ("FILE", "DIR", "TEX
 N, X, FROM_0, ABOVE_0, SEED = integer(1), real(0), integer(0), Value(positive, "X"), integer(0, 2**32 - 1)
 DATA, PROMPT, FILES = several(text, "FILE[:WEIGHT]"), several(text, "TEXT"), several(text, "FILE")
 DIRS, GLOBS, NAMES = several(text, "DIR[,DIR]"), several(text, "GLOB[,GLOB]"), several(text, "NAME[,NAME]")
-LOGS, LABELS = several(one_of("tensorboard", "wandb", "trace"), "NAME[,NAME]"), Value(labels, "NAME,NAME")
+LOGS, LABELS = several(choice("tensorboard", "wandb", "trace").parse, "NAME[,NAME]"), Value(labels, "NAME,NAME")
 MAP, LONG = Value(text, "OURS=YOURS"), choice("cut", "drop", "split", "error")
 DTYPE, BASE = choice("auto", "bf16", "fp32", "fp8"), choice("nf4", "fp8", "mxfp4")
 FORMATS, EXPERTS = choice("bf16", "same"), choice("stacked", "separate")
