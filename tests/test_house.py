@@ -33,7 +33,7 @@ BUDGETS = {
     "engine/data/**": 4450,  # 4300
     "engine/tuning/**": 2273,  # 2188
     "engine/run/**": 5954,  # 5020
-    "scripts/**": 2847,
+    "scripts/**": 2957,
     "tests/**": 25593,  # 25044
 }
 MOST_LINES_OF_PROSE = 3200  # README, docs and the other pages

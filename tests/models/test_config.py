@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import transformers
 from script_files import script
 
 from trireme.models.config import SUPPORTED, InputError, Rope, numbers, parse_config, read_config
@@ -355,6 +356,20 @@ def test_only_the_table_names_a_family():
         if path not in [root / name for name in named]:
             words = set(re.findall(r"[\"']([a-z_]+\d*\w*)[\"']", path.read_text()))
             assert not words & own, path
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("model_type", "near", "new"), [
+    ("afmoe", "exaone_moe", "route_scale"), ("deepseek_v3", "deepseek_v32", ""), ("qwen3_moe", "qwen3_vl_moe_text", ""),
+])  # fmt: skip
+def test_a_row_that_is_missing_has_near_ones(model_type, near, new, monkeypatch):
+    keys = json.loads(transformers.CONFIG_MAPPING[model_type]().to_json_string(use_diff=False))
+    made = script("dev/new_model")
+    assert f"\n  {model_type}: distance 0" in made.report(keys)
+    monkeypatch.delitem(FAMILIES, model_type)
+    found = made.report(keys)
+    assert f"closest rows:\n  {near}: " in found
+    assert not new or f"{new} = " in found
 
 
 def test_the_page_of_families_is_as_the_table():
