@@ -10,12 +10,13 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
 from itertools import pairwise
 from os.path import commonprefix
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from trireme.engine.data.forms import Chat
 from trireme.engine.data.messages import number_calls
@@ -23,7 +24,6 @@ from trireme.engine.data.read import BadRow, Fields, unread_keys
 from trireme.engine.data.template import PROBE, THOUGHTS, Rendering, Span, Template, thoughts_of
 from trireme.storage.untrusted import NAME
 
-T = TypeVar("T")
 _LINES = re.compile(r"</?think>|\n")
 _NO_THOUGHT = re.compile(r"\s*<think>\s*</think>")
 _LINKS = ("role", "content", "tool_calls", "tool_call_id", "train")  # checked elsewhere, or order says the same
@@ -35,7 +35,9 @@ _FUNCTION = {"name": PROBE, "description": PROBE, "parameters": {"type": "object
 _TOOLS: list[Fields] = [{"type": "function", "function": _FUNCTION}]
 _QUESTION: Fields = {"role": "user", "content": "?"}
 _REPLY: Fields = {"role": "assistant", "content": "!"}
-_PROBE: Fields = {"role": "assistant", "content": PROBE}
+_PROBES = [  # turns of the assistant: plain, and with thoughts
+    {"role": "assistant", "content": text} for text in (PROBE, f"<think>\n{PROBE}\n</think>\n\n{PROBE}")
+]
 
 
 class Marked(NamedTuple):
@@ -43,9 +45,9 @@ class Marked(NamedTuple):
 
     text: str
     spans: list[Span]
-    said: int = 0  # characters of messages to learn
-    unwritten: int = 0  # of these, not in `text`: earlier thoughts, for instance
-    thoughtless: int = 0  # turns that learn to begin with an empty thought
+    # said: characters of messages to learn; unwritten: of these, not in `text`, as earlier thoughts; thoughtless: turns
+    # that learn to begin with an empty thought
+    counts: Mapping[str, int] = {}
     unread: tuple[str, ...] = ()  # keys that say something which the template does not write
 
 
@@ -63,33 +65,22 @@ class ChatTemplate:
         """`sources`: templates by name, with "default". `date`: as of Template. `stops`: tokens at which the model's
         generation stops, `eos` among them. Raises as Template.
         """
-        self.sources, self._variables, self._stops, self._eos = sources, variables, tuple(stops), eos or ""
+        self.sources, self._stops, self._eos = sources, tuple(stops), eos or ""
         self._templates = {name: Template(source, variables, date) for name, source in sources.items()}
         self._styles: dict[tuple[bool, str], _Style] = {}
+        self.reads = frozenset[str]().union(*(template.reads for template in self._templates.values()))
         self.date = date if any("strftime_now" in source for source in sources.values()) else None  # that is written
-
-    @cached_property
-    def fingerprint(self) -> str:
-        """A hash of all that decides its texts."""
-        parts = [self.sources, self._variables, self.date, self._stops, self._eos]
-        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+        parts = [sources, variables, self.date, stops, eos]  # all that decides the texts
+        self.fingerprint = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
     def prompt(self, chat: Chat) -> str:
         """Messages to answer as `mark` writes them, with the opening of the answer. Raises BadRow."""
-        style = self._style(chat.tools, chat.variables)
-        text, _ = style.written(chat, lambda messages: style.template.text(messages, chat.tools, prompt=True))
-        _check_tools(chat.tools, text)
-        return text
+        rendering, _ = self._style(chat.tools, chat.variables).written(chat, prompt=True)
+        return rendering.text
 
     def mark(self, chat: Chat) -> Marked:
         """The text with the characters to train on. Raises BadRow if they are unclear."""
-        marked = self._style(chat.tools, chat.variables).mark(chat)
-        return marked._replace(unread=(*marked.unread, *self.unread(chat.variables or {}, chat.tools)))
-
-    def unread(self, variables: Mapping[str, Any], tools: list[Fields] | None) -> list[str]:
-        """Variables that the template does not read, as chat_template_kwargs.NAME."""
-        reads = self._style(tools).template.reads
-        return [f"chat_template_kwargs.{name}" for name in variables if name not in reads]
+        return self._style(chat.tools, chat.variables).mark(chat)
 
     def notes(self, tools: bool) -> list[str]:
         """Notes for the user on conversations, all of which have `tools` or none."""
@@ -119,13 +110,14 @@ class _Style:
     # ------------------------------------------------ spans
 
     def mark(self, chat: Chat) -> Marked:
-        """As ChatTemplate.mark, without variables."""
+        """As ChatTemplate.mark; the variables are known."""
         wanted = [m["role"] == "assistant" and m.get("train", True) for m in chat.messages]
         learned = [i for i, yes in enumerate(wanted) if yes]
-        rendering, messages = self.written(chat, lambda messages: self.template.render(messages, chat.tools))
+        rendering, messages = self.written(chat)
         text, generated, tags = rendering.text, rendering.generated, self.template.tags
-        _check_tools(chat.tools, text)
         self._check_written(messages, chat.tools, rendering)
+        if learned and not (rendering.turns or generated):
+            raise _not_located(learned[0])
         if tags:
             spans = sorted(span for i in (-1, *learned) for span in generated.get(i, ()))
         else:
@@ -142,33 +134,41 @@ class _Style:
         if self.last_end and wanted[-1:] == [True] and spans[-1][1] == len(text) and not text.endswith(self.last_end):
             text += self.last_end  # no next turn: the model stops there, too
             spans[-1] = (spans[-1][0], len(text))
-        said = [line for i in learned for line in _lines(messages[i])]
-        unwritten = [
-            line for i in learned for line in _lines(messages[i]) if line not in (rendering.written(i) or text)
-        ]
-        thoughtless = sum(bool(_NO_THOUGHT.match(text, start, stop)) for start, stop in spans)
-        unread = self._unread(messages, text)
-        return Marked(text, spans, sum(map(len, said)), sum(map(len, unwritten)), thoughtless, unread)
+        counts = Counter(thoughtless=sum(bool(_NO_THOUGHT.match(text, start, stop)) for start, stop in spans))
+        for i in learned:
+            lines, turn = _lines(messages[i]), rendering.written(i) or text
+            counts["said"] += sum(map(len, lines))
+            counts["unwritten"] += sum(len(line) for line in lines if line not in turn)
+        unread = [f"chat_template_kwargs.{name}" for name in chat.variables or () if name not in self.template.reads]
+        return Marked(text, spans, counts, (*self._unread(messages, text), *unread))
 
-    def written(self, chat: Chat, render: Callable[[list[Fields]], T]) -> tuple[T, list[Fields]]:
-        """(what `render` makes of the messages, these): with lists of parts if the template takes them in all roles,
-        with arguments of calls in its form, and with other ids of calls if it refuses those that are there.
+    def written(self, chat: Chat, prompt: bool = False) -> tuple[Rendering, list[Fields]]:
+        """(the rendering of the messages, these): with lists of parts if the template takes them in all roles, with
+        arguments of calls in its form, and with other ids of calls if it refuses those that are there. Raises BadRow,
+        also for tools that are not written.
         """
         bare = [{k: v for k, v in message.items() if k != "train"} for message in chat.messages]
         listed = [_with_calls(message, self._arguments) for message in bare]
         messages = [_with_parts(message, False) for message in listed]
+        render, rendering = lambda messages: self.template.render(messages, chat.tools, prompt), None
         if self.template.takes_parts and messages != listed:
             with suppress(BadRow):
-                return render([_with_parts(message, True) for message in listed]), messages
+                rendering = render([_with_parts(message, True) for message in listed])
         try:
-            return render(messages), messages
+            rendering = rendering or render(messages)
         except BadRow as error:
-            renumbered, roles = number_calls(messages, anew=True), [message["role"] for message in messages]
-            if renumbered == messages:
+            refused, roles = messages, [message["role"] for message in messages]
+            messages = number_calls(refused, anew=True)
+            if messages == refused:
                 twice = next((i for i in range(1, len(roles)) if roles[i] == roles[i - 1] in ("user", "assistant")), 0)
                 joined = f"; messages {twice - 1} and {twice} are both of the {roles[twice]}: join them"
                 raise BadRow(f"{error}{joined if twice else ''}") from None
-        return render(renumbered), renumbered
+            rendering = render(messages)
+        for tool in chat.tools or []:
+            name = tool.get("function", tool).get("name")
+            if isinstance(name, str) and name not in rendering.text:
+                raise _not_written(f"the tool {name!r}", f"{_FILE}, or leave them out: --map unused=tools")
+        return rendering, messages
 
     def _turn(self, i: int, messages: list[Fields], rendering: Rendering) -> Span:
         """The characters of message i to train on. Raises BadRow if they cannot be located."""
@@ -177,8 +177,8 @@ class _Style:
             (start, stop), text = spans[0], rendering.text
             written = text[start:stop]
             opening = next((opening for opening in self._openings(before) if written.startswith(opening)), None)
-            if opening is None and i == 0:  # behind a preface, or without any opening
-                words = written.find((messages[0].get("content") or "").strip() or "\0")
+            if opening is None:  # behind a preface, or without any opening
+                words = written.find((messages[i].get("content") or "").strip() or "\0")
                 ends = [written.find(o) + len(o) for o in self._openings(before) if o and o in written]
                 end = max((end for end in ends if end <= words), default=0)
                 opening = written[:end] if end or words == 0 else None
@@ -252,7 +252,7 @@ class _Style:
         has tags; and in an earlier one, or what follows it.
         """
         last = earlier = ""
-        for reply in _replies()[:2]:
+        for reply in _PROBES:
             with suppress(BadRow):  # twice: many templates write the last turn, with its thoughts, differently
                 rendering = self.template.render([_QUESTION, reply, _QUESTION, reply], self._tools)
                 spans = rendering.generated if self.template.tags else rendering.turns
@@ -287,34 +287,24 @@ class _Style:
         return self._opening[role]
 
     def _openings_behind(self, before: list[Fields]) -> list[str]:
-        written = list[str]()
-        for reply in _replies():
+        leads, prompt = list[str](), None
+        for reply in _PROBES:
             for after in ([], [_QUESTION, _REPLY]):
                 with suppress(BadRow):
                     rendering = self.template.render([*before, reply, *after], self._tools)
                     turns = [rendering.text[a:b] for a, b in rendering.turns.get(len(before), ())]
-                    written += [turn[: turn.index(PROBE)] for turn in turns if PROBE in turn]
-        prompts = self._prompts(before)
-        lead = commonprefix([*written, *(prompts[:1] if any(prompts) else [])]) if written else ""
-        lead = re.sub(r"</?[^<>]*$", "", lead) if lead not in prompts else lead  # <think> and <tool> share a <
-        none = [""] if "" in prompts or (written and not commonprefix(written)) else []
-        openings = filter(None, [*prompts, *(prompt.lstrip() for prompt in prompts), lead])
-        return [*dict.fromkeys([*openings, *none])]
-
-    def _prompts(self, messages: Sequence[Fields]) -> list[str]:
-        """Possible openings of the next message: what the prompt adds, or all after the last turn, since some templates
-        always write something there. Empty if the template refuses.
-        """
-        try:
-            prompt = self.template.render(messages, self._tools, prompt=True)
-            without = self.template.text(messages, self._tools)
-        except BadRow:
-            return []
-        last = max((stop for spans in prompt.turns.values() for _, stop in spans), default=len(prompt.text))
-        result = [prompt.text[last:]]
-        if prompt.text.startswith(without) and last < len(without) < len(prompt.text):
-            result.insert(0, prompt.text[len(without) :])
-        return result
+                    leads += [turn[: turn.index(PROBE)] for turn in turns if PROBE in turn]
+        with suppress(BadRow):
+            asking, without = (
+                self.template.render(before, self._tools, prompt=True),
+                self.template.text(before, self._tools),
+            )
+            last = max((stop for spans in asking.turns.values() for _, stop in spans), default=len(asking.text))
+            adds = asking.text.startswith(without) and last < len(without) < len(asking.text)
+            prompt = asking.text[len(without) if adds else last :]  # some templates always write something there
+        openings = [prompt, commonprefix([*leads, prompt] if prompt else leads)]
+        none = prompt == "" or (leads and not commonprefix(leads))
+        return [*filter(None, openings), *([""] if none else [])]
 
     @cached_property
     def _arguments(self) -> type | None:
@@ -334,11 +324,6 @@ class _Style:
 # ---------------------------------------------------------------- probes
 
 _ARGUMENT = "Qz8"
-
-
-def _replies() -> list[Fields]:
-    """Turns of the assistant: plain, with thoughts inside and apart."""
-    return [_PROBE, {**_PROBE, "content": f"<think>\n{PROBE}\n</think>\n\n{PROBE}"}, {**_PROBE, THOUGHTS[0]: PROBE}]
 
 
 def _calls() -> list[list[Fields]]:
@@ -384,13 +369,6 @@ def _not_written(what: str, ways: str = _FILE) -> BadRow:
 
 def _not_located(i: int) -> BadRow:
     return BadRow(f"the chat template writes message {i} (assistant) so that its text cannot be located; {_TAGS}")
-
-
-def _check_tools(tools: list[Fields] | None, text: str) -> None:
-    for tool in tools or []:
-        name = tool.get("function", tool).get("name")
-        if isinstance(name, str) and name not in text:
-            raise _not_written(f"the tool {name!r}", f"{_FILE}, or leave them out: --map unused=tools")
 
 
 def _lines(message: Fields) -> list[str]:

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing.connection import Connection
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -63,7 +64,7 @@ class Facts(NamedTuple):
     tokenizer: str  # fingerprint
     chosen: str | None  # `standalone` template of --chat-template
     template: str | None = None  # fingerprint
-    date: str | None = None  # that the template writes
+    reads: frozenset[str] = frozenset()  # variables that the template reads
     template_notes: tuple[str, ...] = ()  # for the user, on conversations without tools
     tool_notes: tuple[str, ...] = ()  # on those with tools
     alpaca: bool = False  # the template has the wording of Alpaca
@@ -79,7 +80,7 @@ class Codec:
         self.folder, self._sources = folder, (folder, choice, date)
         self._pool: ProcessPoolExecutor | None = None
         self._end: Callable[[], object] = lambda: None
-        self.facts: Facts = self._ask(_Programs.facts)
+        self.facts: Facts = self._ask(attrgetter("facts"))
 
     def submit(self, work: Callable[..., Any], *args: Any) -> Future[Any]:
         """Calls a method of _Programs in a process. The result raises LOST if a process died, whichever call did it."""
@@ -120,13 +121,9 @@ class Codec:
             way = "Name another: --tokenizer FOLDER or --chat-template FILE."
             raise InputError(f"{self.folder}: {error}. {way}") from None
 
-    def tokens(self) -> dict[str, int]:
-        """The ids of all tokens. Raises InputError."""
-        return self._ask(_Programs.tokens)
-
     def vocabulary(self) -> str:
         """A hash of all tokens and their ids. Raises InputError."""
-        return hashlib.sha256(json.dumps(sorted(self.tokens().items())).encode()).hexdigest()
+        return self._ask(_Programs.vocabulary)
 
     def prompt(self, prompt: str | Chat, where: str = "the prompt") -> list[int]:
         """Tokens of a text to continue, or of messages to answer, with the opening of the answer. Raises InputError."""
@@ -134,10 +131,6 @@ class Codec:
             return self._ask(_Programs.prompt, prompt).tolist()
         except BadRow as error:
             raise InputError(f"{where}: {error}.") from None
-
-    def unread(self, chat: Chat) -> list[str]:
-        """Its variables that the template does not read, as chat_template_kwargs.NAME."""
-        return self._ask(_Programs.unread, chat) if chat.variables else []
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
         """The text, with special tokens. To be shown: a failure gives its reason in brackets."""
@@ -149,10 +142,6 @@ class Codec:
             return self._ask(_Programs.parts, np.asarray(ids), list(stops))
         except (InputError, BadRow, OSError) as error:
             return [f"({error})"]
-
-    def after(self, ids: Sequence[int] | np.ndarray, begins: int) -> str:
-        """The text of ids[begins:] as it reads after the tokens before. Fails as `decode`."""
-        return self.parts(ids, [begins, len(ids)])[-1] if len(ids) > begins else ""
 
 
 def load_codec(folder: str | Path, chat_template: str | None = None, date: str | None = None) -> Codec | None:
@@ -230,7 +219,7 @@ class _Programs:
     def __init__(self, folder: Path, choice: tuple[str, str] | None, date: str | None):
         self._tokenizer = tokenizer = load_tokenizer(folder)
         self._template = template = load_template(tokenizer, choice, date)
-        self._facts = Facts(
+        self.facts = Facts(
             vocab_size=tokenizer.core.get_vocab_size(),
             eos=tokenizer.eos,
             eos_token=tokenizer.eos_token,
@@ -241,41 +230,32 @@ class _Programs:
         )
         if template:
             cuts = cut_marks(tokenizer, template) if (choice or ("",))[0] != "plain" else []  # whose marks are words
-            self._facts = self._facts._replace(
+            self.facts = self.facts._replace(
                 template=template.fingerprint,
-                date=template.date,
+                reads=template.reads,
                 template_notes=(*template.notes(False), *cuts),
                 tool_notes=(*template.notes(True), *cuts),
                 alpaca=any(ALPACA in source for source in template.sources.values()),
             )
 
-    def facts(self) -> Facts:
-        return self._facts
-
-    def tokens(self) -> dict[str, int]:
-        return self._tokenizer.core.get_vocab(with_added_tokens=True)
+    def vocabulary(self) -> str:
+        ids = self._tokenizer.core.get_vocab(with_added_tokens=True)
+        return hashlib.sha256(json.dumps(sorted(ids.items())).encode()).hexdigest()
 
     def encode(self, examples: Sequence[Example]) -> Encoded:
         return encode(examples, self._tokenizer, self._template, _limit)
 
     def prompt(self, prompt: str | Chat) -> np.ndarray:
         """(n,) int32 of a text to continue, or of messages to answer. Raises BadRow."""
-        if isinstance(prompt, Chat):
-            if self._template is None:
-                raise BadRow("messages need a chat template, and there is none. Give --chat-template plain, or a text")
-            _limit(size(prompt))
-            text = self._template.prompt(prompt)
-        else:
-            text = prompt
-        _limit(len(text))
+        if isinstance(prompt, Chat) and self._template is None:
+            raise BadRow("messages need a chat template, and there is none. Give --chat-template plain, or a text")
+        _limit(len(prompt) if isinstance(prompt, str) else size(prompt))
+        text = self._template.prompt(prompt) if self._template and isinstance(prompt, Chat) else str(prompt)
         check(text)
         (tokens,) = self._tokenizer.encode([text])
         if isinstance(tokens, BadRow):
             raise tokens
         return tokens[0] if isinstance(prompt, Chat) else self._tokenizer.wrap(tokens[0], end=False)[0]
-
-    def unread(self, chat: Chat) -> list[str]:
-        return self._template.unread(chat.variables or {}, chat.tools) if self._template else []
 
     def parts(self, ids: np.ndarray, stops: Sequence[int]) -> list[str]:
         """For ascending `stops`, the text that the tokens up to each stop add."""

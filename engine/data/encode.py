@@ -14,8 +14,7 @@ from trireme.engine.data.read import ROW, BadRow
 from trireme.engine.data.template import Span
 from trireme.engine.data.tokenizer import Tokenizer, Tokens
 
-OF_TEXTS = ("said", "unwritten", "thoughtless")  # counts of Marked
-COUNTED = ("characters", "unknown", *OF_TEXTS, "early", "spaced")
+COUNTED = ("characters", "unknown", "said", "unwritten", "thoughtless", "early", "spaced")
 
 
 class Encoded(NamedTuple):
@@ -56,8 +55,7 @@ def encode(
         text = texts[i]
         results[i] = _trained(examples[i], text, tokens, tokenizer, counts)
         counts["characters"] += len(text.text)
-        for name in OF_TEXTS if text.spans else ():
-            counts[name] += getattr(text, name)
+        counts.update(text.counts)
         unread |= dict.fromkeys(text.unread)
     good = {i: tokens for i, tokens in sorted(results.items()) if not isinstance(tokens, BadRow)}
     faults = {i: str(tokens) for i, tokens in results.items() if isinstance(tokens, BadRow)}
@@ -143,16 +141,13 @@ def _trained(
     return ids, trained
 
 
-def without_spaces(ids: np.ndarray, offsets: np.ndarray, text: str, greedy: dict[int, str]) -> np.ndarray:
+def without_spaces(ids: np.ndarray, offsets: np.ndarray, text: str, greedy: Sequence[int]) -> np.ndarray:
     """The offsets (n, 2) without the spaces that `greedy` tokens take."""
-    if not greedy:
-        return offsets
-    offsets = offsets.copy()
-    for at in np.flatnonzero(np.isin(ids, list(greedy))).tolist():
+    offsets = offsets.copy() if greedy else offsets
+    for at in np.flatnonzero(np.isin(ids, greedy)).tolist() if greedy else ():
         start, stop = offsets[at].tolist()
-        content = greedy[int(ids[at])]
-        if stop - start > len(content) and (within := text[start:stop].find(content)) >= 0:
-            offsets[at] = start + within, start + within + len(content)
+        taken = text[start:stop]
+        offsets[at] = start + len(taken) - len(taken.lstrip()), start + len(taken.rstrip())
     return offsets
 
 

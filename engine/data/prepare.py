@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import zlib
 from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
+from zlib import adler32, crc32
 
 import numpy as np
 
@@ -112,7 +112,6 @@ class _File:
         self.documents = list[tuple[np.ndarray, np.ndarray, _Pending]]()  # of the row that is being written
         self.fault = ""  # of that row
         self.broken = False  # the row before was bad: if it was a piece of a text, the next piece begins a document
-        self.prompts, self.words = list[int](), list[int]()  # hashes, of labelled answers
         self.n = self.bad = 0
         self.first = (0, "")  # bad row, its fault
         self.forms, self.counts = Counter[str](), Counter(dict.fromkeys((*COUNTED, "chats", "tools"), 0))
@@ -262,25 +261,24 @@ class _File:
             self._reject(number, self.fault)
         else:
             self.forms[p.form] += p.starts
-            for document in self.documents:
-                self._add(*document)
+            for ids, trained, p in self.documents:
+                every = np.ones(len(ids), bool) if self.options.kind == "classes" else trained
+                self.writer.add(ids, every, p.starts or self.broken, p.weight, p.value)
         self.documents, self.fault, self.broken = [], "", bool(self.fault)
-
-    def _add(self, ids: np.ndarray, trained: np.ndarray, p: _Pending) -> None:
-        every = np.ones(len(ids), bool) if self.options.kind == "classes" else trained
-        self.writer.add(ids, every, p.starts or self.broken, p.weight, p.value)
-        if self.options.kind == "labels":
-            prompt, words = np.split(ids, [int(trained.argmax())])
-            self.prompts.append(zlib.crc32(prompt.tobytes()) << 32 | zlib.adler32(prompt.tobytes()))
-            self.words.append(zlib.crc32(words.tobytes()))
 
     def _write_counterparts(self) -> None:
         """Behind all answers, writes each one's prompt with an answer of another prompt, as kto measures its KL."""
-        chosen = counterparts(np.array(self.prompts, np.uint64), np.array(self.words, np.uint64))
         file = self.writer.written()
-        document = lambda i: decode(file.read(int(file.offsets[i]), int(file.offsets[i + 1])))
-        for i, other in enumerate(chosen.tolist()):
-            (ids, trained), (theirs, learned) = document(i), document(other)
-            mine, its = int(trained.argmax()), int(learned.argmax())
-            flags = np.concatenate([np.zeros(mine, bool), learned[its:]])
-            self.writer.add(np.concatenate([ids[:mine], theirs[its:]]), flags, True, float(file.weights[i]))
+
+        def parts(i: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+            """The prompt, the answer, and which tokens of the answer are trained."""
+            ids, trained = decode(file.read(int(file.offsets[i]), int(file.offsets[i + 1])))
+            begins = int(trained.argmax())
+            return ids[:begins], ids[begins:], trained[begins:]
+
+        texts = ((prompt.tobytes(), answer.tobytes()) for prompt, answer, _ in map(parts, range(file.n_documents)))
+        hashes = [(crc32(prompt) << 32 | adler32(prompt), crc32(answer)) for prompt, answer in texts]
+        for i, other in enumerate(counterparts(*np.array(hashes, np.uint64).T).tolist()):
+            prompt, (_, answer, learned) = parts(i)[0], parts(other)
+            trained = np.concatenate([np.zeros(len(prompt), bool), learned])
+            self.writer.add(np.concatenate([prompt, answer]), trained, True, float(file.weights[i]))

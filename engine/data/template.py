@@ -1,7 +1,7 @@
 """Jinja chat templates as Hugging Face runs them, with the characters of each message.
 
-The template is compiled a second time to write marks (Unicode noncharacters) around each turn of a loop over messages
-and around {% generation %}. Without the marks it must give the plain rendering.
+The template is compiled so that it can write marks (Unicode noncharacters) around each turn of a loop over messages and
+around {% generation %}. Without the marks it must give the plain rendering.
 """
 
 from __future__ import annotations
@@ -67,30 +67,26 @@ class _Generation(jinja2.ext.Extension):
     """The {% generation %} tag. Its scope is its own, as a macro's."""
 
     tags = {"generation"}
-    marks = ("", "")
 
     def parse(self, parser: jinja2.parser.Parser) -> nodes.Node:
         line = next(parser.stream).lineno
         body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return nodes.CallBlock(self.call_method("_body"), [], [], body).set_lineno(line)
+        marked = nodes.Name("__marked", "load")
+        return nodes.CallBlock(self.call_method("_body", [marked]), [], [], body).set_lineno(line)
 
-    def _body(self, caller: Callable[[], str]) -> str:
-        begin, end = self.marks
-        return f"{begin}{caller()}{end}"
-
-
-class _MarkedGeneration(_Generation):
-    marks = (_GENERATION, _DONE)
+    def _body(self, marked: bool, caller: Callable[[], str]) -> str:
+        return f"{_GENERATION}{caller()}{_DONE}" if marked else caller()
 
 
 def _raise(message: str) -> NoReturn:
     raise jinja2.exceptions.TemplateError(message)
 
 
-def _environment(generation: type[_Generation], date: str | None) -> jinja2.sandbox.ImmutableSandboxedEnvironment:
+def _environment(date: str | None) -> jinja2.sandbox.ImmutableSandboxedEnvironment:
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[generation, jinja2.ext.loopcontrols]
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
     )
+    environment.globals.update(__begin_turn=_begin_turn, __end_turn=_end_turn)
     # Of transformers: Jinja's own would escape <, > and & for HTML.
     environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
     environment.globals["raise_exception"] = _raise
@@ -151,17 +147,14 @@ class Template:
 
     def __init__(self, source: str, variables: Mapping[str, str], date: str | None = None):
         """`variables`: bos_token, eos_token, ...; `date`: that of strftime_now, as 2026-03-31; None: today's."""
-        self.source, self._variables = source, dict[str, Any](variables)
-        self._plain = _environment(_Generation, date).from_string(source)
-        environment = _environment(_MarkedGeneration, date)
-        environment.globals.update(__begin_turn=_begin_turn, __end_turn=_end_turn)
+        self._variables, environment = dict[str, Any](variables), _environment(date)
         tree = environment.parse(source)
         self.tags = re.search(r"\{%-?\s*generation\s*-?%\}", source) is not None
         self.reads = jinja2.meta.find_undeclared_variables(tree)
         self.names = {node.attr for node in tree.find_all(nodes.Getattr)}  # of keys, wherever they are
         self.names |= {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)}
         _mark_loops(tree)
-        self._marked = jinja2.Template.from_code(environment, environment.compile(tree), environment.globals)
+        self._compiled = jinja2.Template.from_code(environment, environment.compile(tree), environment.globals)
 
     def with_variables(self, variables: Mapping[str, Any]) -> Template:
         """The same template with more variables."""
@@ -171,18 +164,15 @@ class Template:
 
     def text(self, messages: Sequence[Fields], tools: list[Fields] | None, prompt: bool = False) -> str:
         """`prompt`: adds the opening of the next message. Raises BadRow if the template refuses."""
-        return self._run(self._plain, messages, tools, prompt)
+        return self._run(messages, tools, prompt)
 
     def render(self, messages: Sequence[Fields], tools: list[Fields] | None, prompt: bool = False) -> Rendering:
-        """Raises BadRow if the template refuses, or turns are unclear."""
+        """No turns are found if the template processes its own output, or a message has a mark. Raises BadRow if the
+        template refuses.
+        """
         text = self.text(messages, tools, prompt)
-        rendering = _read_marks(self._run(self._marked, messages, tools, prompt))
-        if rendering.text != text:
-            raise BadRow(
-                "the chat template processes its own output, or a message has one of the characters U+FDD0 to U+FDD4, "
-                "so the text of each role cannot be located"
-            )
-        return rendering
+        rendering = _read_marks(self._run(messages, tools, prompt, marked=True))
+        return rendering if rendering.text == text else Rendering(text, {}, {})
 
     @property
     def takes_parts(self) -> bool:
@@ -197,7 +187,7 @@ class Template:
 
         def writes(*messages: Fields) -> bool:
             with suppress(BadRow):
-                text = self._rendered(self._plain, messages, None, False)
+                text = self._rendered(messages)
                 return PROBE in text and not re.search("['\"]type['\"]: ", text)
             return False
 
@@ -223,23 +213,20 @@ class Template:
         parts = [_part(content)] if isinstance(content, str) and content else content or []
         return message | {"content": [*([_part(thoughts, "thinking")] if thoughts and as_part else []), *parts]}
 
-    def _run(
-        self, template: jinja2.Template, messages: Sequence[Fields], tools: list[Fields] | None, prompt: bool
-    ) -> str:
+    def _run(self, messages: Sequence[Fields], tools: list[Fields] | None, prompt: bool, marked: bool = False) -> str:
         taken = [self._as_taken(message) for message in messages]
         for filled in ({}, {"content": None}):  # of calls alone: some templates ask for null, or for a text
             with suppress(BadRow):
-                return self._rendered(template, [filled | message for message in taken], tools, prompt)
-        return self._rendered(template, [{"content": ""} | message for message in taken], tools, prompt)
+                return self._rendered([filled | message for message in taken], tools, prompt, marked)
+        return self._rendered([{"content": ""} | message for message in taken], tools, prompt, marked)
 
     def _rendered(
-        self, template: jinja2.Template, taken: Sequence[Fields], tools: list[Fields] | None, prompt: bool
+        self, taken: Sequence[Fields], tools: list[Fields] | None = None, prompt: bool = False, marked: bool = False
     ) -> str:
-        marked = template is self._marked
         messages = [_Message(message, i) for i, message in enumerate(taken)] if marked else taken
         fixed = {"messages": messages, "tools": tools, "documents": None, "add_generation_prompt": prompt}
         try:
-            return template.render(self._variables | fixed)
+            return self._compiled.render(self._variables | fixed | {"__marked": marked})
         except Exception as error:  # the template may have written it, at any length
             reason = shown(" ".join(str(error)[:10_000].split()), 500) or type(error).__name__
             verb = "refuses" if isinstance(error, jinja2.exceptions.TemplateError) else "fails on"

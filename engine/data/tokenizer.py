@@ -62,10 +62,9 @@ class Tokenizer:
         return [i for stop in self.stops if (i := self.core.token_to_id(stop)) is not None]
 
     @cached_property
-    def greedy(self) -> dict[int, str]:
+    def greedy(self) -> list[int]:
         """Added tokens that take the spaces around them."""
-        added = self.core.get_added_tokens_decoder()
-        return {i: token.content for i, token in added.items() if token.lstrip or token.rstrip}
+        return [i for i, token in self.core.get_added_tokens_decoder().items() if token.lstrip or token.rstrip]
 
     @property
     def eos_token(self) -> str | None:

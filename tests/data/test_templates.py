@@ -214,13 +214,13 @@ def test_ids_of_calls_that_a_template_refuses_are_given_anew():
 def test_thoughts_that_are_left_out_or_empty_are_counted():
     qwen3 = (FILES / "qwen3.jinja").read_text()
     found, trained = marked(qwen3, TALKS["thoughts"])
-    assert found.unwritten == len("One.")
+    assert found.counts["unwritten"] == len("One.")
     assert trained.count("Two.") == 1
     found, _ = marked(qwen3, TALKS["one turn"])
-    assert found.thoughtless == 1
+    assert found.counts["thoughtless"] == 1
     variables = {"enable_thinking": False}
     template = ChatTemplate({"default": qwen3}, SPECIALS, None, (), "</s>")
-    assert template.mark(chat_of(row_of(TALKS["one turn"]))._replace(variables=variables)).thoughtless == 0
+    assert template.mark(chat_of(row_of(TALKS["one turn"]))._replace(variables=variables)).counts["thoughtless"] == 0
 
 
 def test_time_is_linear_in_turns():

@@ -105,7 +105,7 @@ def test_dropout_truncation_and_ends(tmp_path):
     codec = load_codec(tmp_path)
     assert codec.facts.template_notes == ()
     assert codec.prompt("ab") == [0, 68, 69]
-    assert codec.after([0, 68, 69], 1) == "ab"
+    assert codec.parts([0, 68, 69], [1, 3]) == ["<s>", "ab"]
     codec.close()
 
 

@@ -61,7 +61,7 @@ class Speaker:
     def text(self, prompt: Sequence[int], new: Sequence[int]) -> str:
         """New tokens as text, without the end token."""
         content = new[:-1] if new and new[-1] in self.sampling.ends else new
-        return self.codec.after([*prompt, *content], len(prompt))
+        return self.codec.parts([*prompt, *content], [len(prompt), len(prompt) + len(content)])[-1]
 
     def continued(self, prompts: Sequence[Sequence[int]], room: Sequence[int], pick: Pick) -> list[list[int]]:
         """New tokens of each prompt, up to its `room` or an end token, chosen by `pick` (models.generate)."""
@@ -142,8 +142,8 @@ def speaking(o: Sample, prompts: Sequence[Any], together: int) -> Iterator[tuple
         raise InputError(f"{o.folder} has no chat template. Add --chat-template plain, or use --prompt TEXT.")
     if sampling.unused:
         screen.warn(f"{f.base / FILE}: not used: {', '.join(sampling.unused)}")
-    if unread := codec.unread(_as_chat(o, [])):
-        screen.warn(f"the chat template does not read {', '.join(unread)}")
+    if unread := json.loads(o.chat_template_kwargs or "{}").keys() - codec.facts.reads:
+        screen.warn(f"the chat template does not read {', '.join(sorted(unread))}")
     tokens = [
         _tokens(codec, o, prompt, f"{o.prompts or ''} prompt {i + 1}".strip()) for i, prompt in enumerate(prompts)
     ]
