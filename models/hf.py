@@ -27,6 +27,10 @@ def as_found(cfg: ModelConfig, found: Mapping[str, Shape]) -> ModelConfig:
         parts = _convs(cfg, found)
         split = lambda m: replace(m, parts=parts) if isinstance(m, Scan) else m
         cfg = replace(cfg, layers=tuple(replace(own, mixers=tuple(map(split, own.mixers))) for own in cfg.layers))
+    one = cfg.family.names.mixer.mixed_in_one
+    if one and any(name.endswith(f".{one}.weight") for name in found):
+        fused = lambda own: replace(own, mixer_names=replace(own.mixer_names, mixed=(one,)))
+        cfg = replace(cfg, layers=tuple(map(fused, cfg.layers)))
     spec, names = cfg.experts, cfg.names.mlp
     if spec is None:
         return cfg

@@ -67,7 +67,7 @@ def why_not(model_type: object, supported: tuple[str, ...]) -> str:
 # Model types of which transformers 5.24 has no class with a score head (scores.py).
 WITHOUT_SCORES = frozenset({
     "olmoe", "granite", "granitemoe", "granitemoehybrid", "granite_swa", "bamba", "falcon_h1", "nemotron_h",
-    "olmo_hybrid", "gemma4_text", "flint", "afmoe", "kolibri1", "laguna", "mimo_v2_flash",
+    "olmo_hybrid", "gemma4_text", "flint", "afmoe", "kolibri1", "laguna", "mimo_v2_flash", "lara_mini",
     "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "solar_open", "dots1", "minimax_m2", "exaone_moe", "hy_v3", "mellum",
     "ernie4_5", "ernie4_5_moe", "cwm", "qwen3_5_moe_text", "qwen3_vl_text", "qwen3_vl_moe_text", "qwen2_5_vl_text",
     "qwen2_vl_text", "glm4v_text", "glm4v_moe_text", "deepseek_v32", "youtu", "iquestcoder", "jais2", "vaultgemma",

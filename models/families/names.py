@@ -27,6 +27,7 @@ class MixerNames:
     by_head: bool = False  # in the packed matrix q, k and v of a head stand together
     mixed: tuple[str, ...] = ()  # projections of a recurrence: queries to gate, then the numbers a head
     mixed_o: str = ""
+    mixed_in_one: str = ""  # name of these in files that have one matrix of all
     mixed_by_head: bool = False  # a key head's queries, keys, values and gates stand together
     conv: str = ""
     convs: tuple[str, ...] = ()  # the convolution's parts in files; (): it is one
@@ -217,6 +218,11 @@ DELTA_IN_ONE_TEXT = replace(DELTA_TEXT, mlp=in_one(replace(SPLIT.mlp, **_SHARED)
 DELTA_BY_HEAD = SPLIT.changed(
     _recurrence("linear_attn", ("in_proj_qkvz", "in_proj_ba")) | dict(mixed_by_head=True), _SHARED
 )
+LARA = SPLIT.changed(
+    _DELTA | dict(mixed_in_one="linear_attn.in_proj", mixed_norm="linear_attn.out_norm"),
+    _EXPERTS | _gated("mlp.shared_expert"), modules=(("linear_attn.out_norm.", "linear_attn.norm."),),
+)  # fmt: skip
+LARA_IN_ONE = replace(LARA, mlp=in_one(LARA.mlp))
 _MAMBA = _recurrence("mamba", ("in_proj",)) | dict(skip="mamba.D")
 SHARED_MLP = SPLIT.changed(_MAMBA, dict(up=("shared_mlp.input_linear",), down="shared_mlp.output_linear"))
 SHARED_MLP_STACKED = STACKED.changed(_MAMBA, dict(up=SHARED_MLP.mlp.up, down=SHARED_MLP.mlp.down))

@@ -68,6 +68,8 @@ class DeltaKeys:
 
     interval: int = 4  # every so many layers one has attention
     interval_key: str = "full_attention_interval"  # "": not read
+    pattern: tuple[str, ...] = ()  # in place of the interval: kinds of layers, repeated, some with a window
+    heads: tuple[int, int] = (16, 32)  # of keys, of values
     by_width: bool = False  # defaults are by the attention's heads and the model's width
     negative_key: str = ""  # corrections of up to 2; "": never
     eps: float = 0.0
@@ -121,8 +123,8 @@ def parse_scan(
 def _delta(keys: Keys, family: DeltaKeys, layers: int, width: int, heads: int) -> list[Scan | None]:
     by_width = family.by_width
     count = lambda name, default: keys.count(name, default, null=default if by_width else None)
-    key_heads = count("linear_num_key_heads", heads if by_width else 16)
-    heads = count("linear_num_value_heads", heads if by_width else 32)
+    key_heads = count("linear_num_key_heads", heads if by_width else family.heads[0])
+    heads = count("linear_num_value_heads", heads if by_width else family.heads[1])
     key_dim = count("linear_key_head_dim", int(0.75 * width / key_heads) if by_width else 128)
     value_dim = count("linear_value_head_dim", 2 * key_dim if by_width else 128)
     taps = keys.count("linear_conv_kernel_dim", 4)
@@ -135,11 +137,14 @@ def _delta(keys: Keys, family: DeltaKeys, layers: int, width: int, heads: int) -
     if family.interval_key:
         step = keys.count(family.interval_key, family.interval, null=family.interval)
     usual = [LINEAR if (i + 1) % step else FULL for i in range(layers)]
+    kinds = tuple(dict.fromkeys((FULL, LINEAR, *family.pattern)))
+    if family.pattern:
+        usual = [family.pattern[i % len(family.pattern)] for i in range(layers)]
     found = Scan(
         key_heads, heads, key_dim, value_dim, taps, most=2.0 if negative else 1.0, eps=family.eps,
         parts=(key_heads * key_dim, key_heads * key_dim, heads * value_dim) if family.apart else (),
     )  # fmt: skip
-    return [found if scans else None for scans in _layers(keys, "layer_types", layers, usual)]
+    return [found if scans else None for scans in _layers(keys, "layer_types", layers, usual, kinds=kinds)]
 
 
 def _mamba(keys: Keys, family: MambaKeys, layers: int, width: int) -> list[Scan | None]:
@@ -214,10 +219,12 @@ def _limits(keys: Keys) -> tuple[float, float]:
     return low, float(high)
 
 
-def _layers(keys: Keys, name: str, layers: int, usual: list[str], said: str = "") -> list[bool]:
+def _layers(
+    keys: Keys, name: str, layers: int, usual: list[str], said: str = "", kinds: tuple[str, ...] = (FULL, LINEAR)
+) -> list[bool]:
     """Whether each layer has a recurrence, by the key `name`; by `usual` where it is null or absent, or with `said`."""
     types: Any = None if said else keys.raw.get(name)
-    kinds = tuple(LETTERS.values()) if name == BLOCK_TYPES else (FULL, LINEAR)
+    kinds = tuple(LETTERS.values()) if name == BLOCK_TYPES else kinds
     if types is None:
         types = usual
     elif isinstance(types, list):

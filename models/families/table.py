@@ -21,7 +21,8 @@ from trireme.models.families.family import (
     Wrapper,
 )
 from trireme.models.families.latent import LatentKeys
-from trireme.models.families.scans import DeltaKeys, MambaKeys
+from trireme.models.families.rope import GLOBAL, LOCAL
+from trireme.models.families.scans import LINEAR, DeltaKeys, MambaKeys
 
 _GLM: dict[str, Any] = dict(
     partial=0.5, pairs=True, kv_heads=2, head_dim=128, max_positions=131072, eps=1.5625e-7,
@@ -374,6 +375,20 @@ FAMILIES = {
         names=names.DELTA_IN_ONE_TEXT, vocab=248320, n_heads=16, kv_heads=2, ffn=512,
         experts=ExpertKeys(256, 8, 512, renormalise=True, shared=512), aliases={"num_local_experts": "num_experts"},
         **_HYBRID,
+    ),
+    "lara_mini": Family(
+        "Lara-4-Mini 7B-A0.7B",
+        names=names.LARA_IN_ONE, n_heads=16, kv_heads=4, head_dim=128, ffn=512, vocab=151936, max_positions=131072,
+        tied=True, qk_norm="head", qkv_bias=BIAS, o_bias=BIAS, windows="pattern", window=512, unrotated="global",
+        unadapted=("linear_attn.in_proj",),
+        scan=DeltaKeys(
+            pattern=(LINEAR, LOCAL, LINEAR, GLOBAL, LOCAL), interval_key="", heads=(8, 16)
+        ),
+        experts=ExpertKeys(
+            128, 4, 512, normalised=True, fp32=True, shared_width_key="shared_expert_intermediate_size",
+            shared_width=512,
+        ),
+        aliases={"num_local_experts": "num_experts"},
     ),
     "qwen2_5_vl_text": Family("Qwen2.5-VL (3B to 72B)", **_QWEN_VL),
     "qwen2_vl_text": Family("Qwen2-VL (2B to 72B)", **_QWEN_VL),

@@ -5,13 +5,14 @@ from __future__ import annotations
 from trireme.models.families.family import Family
 from trireme.models.families.keys import InputError, Keys
 from trireme.models.families.rope import GLOBAL, LOCAL
+from trireme.models.families.scans import LINEAR, DeltaKeys
 
 INDEXED = "indexed_attention"  # in layer_types: an indexer chooses keys
 
 
 def windows(keys: Keys, family: Family, layers: int) -> list[int]:
     """The window of each layer, in tokens; 0 for none. Raises InputError."""
-    if family.scan is not None:
+    if family.scan is not None and family.windows == "none":
         keys.refuse_unless("sliding_window", (None,))
         return [0] * layers
     if keys.raw.get(family.before_key) is not None:
@@ -54,8 +55,9 @@ def _pattern(keys: Keys, family: Family, layers: int, window: int) -> list[int]:
         types = _usual_types(keys, family, layers, window)
         if LOCAL in types and not window:
             raise keys.error("layer_types", f'a list of {layers} names, as "sliding_window" is null')
-    if not isinstance(types, list) or len(types) != layers or not all(t in (GLOBAL, LOCAL) for t in types):
-        raise keys.error("layer_types", f"a list of {layers} names, each {GLOBAL} or {LOCAL}")
+    kinds = (GLOBAL, LOCAL) if family.scan is None else (GLOBAL, LOCAL, LINEAR)
+    if not isinstance(types, list) or len(types) != layers or not all(t in kinds for t in types):
+        raise keys.error("layer_types", f"a list of {layers} names, each {' or '.join(kinds)}")
     if LOCAL in types and not window:
         raise keys.error("sliding_window", f"a positive integer, as layer_types names {LOCAL}")
     return [window if kind == LOCAL else 0 for kind in types]
@@ -63,6 +65,8 @@ def _pattern(keys: Keys, family: Family, layers: int, window: int) -> list[int]:
 
 def _usual_types(keys: Keys, family: Family, layers: int, window: int) -> list[str]:
     """`layer_types` where config.json has none."""
+    if isinstance(family.scan, DeltaKeys):
+        return [family.scan.pattern[i % len(family.scan.pattern)] for i in range(layers)]
     if family.unrotated == "listed":
         some = unrotated_layers(keys, layers) if window and keys.flag("use_sliding_window", False) else ()
         return [LOCAL if i in some else GLOBAL for i in range(layers)]

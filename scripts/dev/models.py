@@ -53,6 +53,7 @@ MAKERS = {
     "Aleph Alpha": "kolibri1",
     "poolside": "laguna",
     "Xiaomi": "mimo_v2_flash",
+    "Translated": "lara_mini",
     "JetBrains": "mellum",
     "Google": "gemma gemma2 gemma3_text gemma4_text vaultgemma",
     "Microsoft": "phi3",

@@ -155,6 +155,9 @@ MIMO = LLAMA | dict(
     routed_scaling_factor=1.7,
     pad_token_id=None,
 )
+LARA = HYBRID_EXPERTS | dict(
+    sliding_window=5, eos_token_id=None, layer_types=["linear_attention", "sliding_attention", "full_attention"]
+)
 # name -> (model_type, keys of its config)
 CASES = {
     "gpt2": ("gpt2", GPT2),
@@ -371,6 +374,10 @@ CASES = {
         linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=6, linear_value_head_dim=20,
         linear_allow_neg_eigval=False, layer_types=["full_attention", "linear_attention", "linear_attention"],
         tie_word_embeddings=True)),
+    "lara mini": ("lara_mini", LARA),
+    "lara mini untied, biases": ("lara_mini", LARA | dict(
+        layer_types=["full_attention", "linear_attention", "sliding_attention"], tie_word_embeddings=False,
+        attention_bias=True, norm_topk_prob=False)),
     "qwen3": ("qwen3", LLAMA),
     "qwen3 tied, biases": ("qwen3", LLAMA | dict(tie_word_embeddings=True, attention_bias=True, head_dim=16)),
     "deepseek v2": ("deepseek_v2", LATENT | dict(first_k_dense_replace=1)),

@@ -48,6 +48,7 @@ def units_of(tiny, asked=None):
         "kolibri1",
         "laguna",
         "mimo v2 flash",
+        "lara mini",
         "qwen2 window above",
         "qwen3",
         "granite",

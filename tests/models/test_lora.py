@@ -27,6 +27,7 @@ LATER = {  # other families -> targets
     "deepseek v3": ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj", "experts"),
     "youtu untied, queries without a latent": ("q_proj", "kv_b_proj"),
     "flint": ("experts", "q_proj", "shared_expert.down_proj"),
+    "lara mini": ("experts", "q_proj", "in_proj_qkv", "in_proj_a", "out_proj"),
     "mimo v2 flash": ("experts", "q_proj", "v_proj", "o_proj"),
     "laguna": ("experts", "q_proj", "g_proj"), "laguna tied, gates of each value, heads of all": ("v_proj", "g_proj"),
     "afmoe": ("experts", "o_proj"), "kolibri1": ("experts", "k_proj", "shared_experts.down_proj"),

@@ -64,9 +64,9 @@ def gemma4(width, ffn, layers, heads, kv_heads, kv_heads_of_all, **more):
 COUNTS = dict(
     solar_open="n_routed_experts", dots1="n_routed_experts", minimax_m2="num_local_experts", exaone_moe="num_experts",
     hy_v3="num_experts", mellum="num_experts", qwen3_vl_moe_text="num_experts", glm4v_moe_text="n_routed_experts",
-    ernie4_5_moe="moe_num_experts", afmoe="num_experts",
-    kolibri1="num_experts", laguna="num_experts",
-    mimo_v2_flash="n_routed_experts", granitemoe="num_local_experts", hunyuan_v1_moe="num_experts",
+    ernie4_5_moe="moe_num_experts", afmoe="num_experts", kolibri1="num_experts",
+    laguna="num_experts", mimo_v2_flash="n_routed_experts", lara_mini="num_experts",
+    granitemoe="num_local_experts", hunyuan_v1_moe="num_experts",
 )  # fmt: skip
 TOP = dict(num_experts_per_tok=8)
 TOWER = dict(depth=1, hidden_size=16, intermediate_size=24, num_heads=2, patch_size=4, image_size=16)
@@ -155,6 +155,10 @@ RELEASED = {  # name -> ((config.json, layers), parameters as the name or the ca
     "MiMo-V2-Flash": (mixture("mimo_v2_flash", 152576, 4096, 16384, 48, 64, 4, 2048, 256, head_dim=192, v_head_dim=128,
                               rope_theta=5000000, partial_rotary_factor=0.334, routed_scaling_factor=None, n_group=1,
                               topk_group=1, layernorm_epsilon=1e-5), 308.8),
+    "Lara-4-Mini": (mixture("lara_mini", 151936, 1024, None, 34, 16, 4, 512, 128, head_dim=128, sliding_window=512,
+                            shared_expert_intermediate_size=512, num_experts_per_tok=4, linear_num_key_heads=8,
+                            linear_num_value_heads=16, tie_word_embeddings=True,
+                            layer_types=["full_attention", "linear_attention"]), 7.3),
     "Mellum 2 12B": (mixture("mellum", 98304, 2304, 7168, 28, 32, 4, 896, 64, head_dim=128,
                              layer_types=["full_attention", "sliding_attention"], sliding_window=1024), 12.15),
     "ERNIE 4.5 0.3B": (sizes("ernie4_5", 103424, 1024, 3072, 18, 16, 2, head_dim=128, use_bias=False,

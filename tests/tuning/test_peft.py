@@ -200,7 +200,7 @@ MIXTURES = ("qwen3 moe among dense layers", "qwen2 moe among dense layers", "mix
             "granite moe", "ernie moe", "deepseek v2", "deepseek v3", "deepseek v32", "glm moe dsa, a shared index",
             "glm4 moe lite", "granite 4 hybrid with experts", "nemotron 3", "qwen3 next",
             "qwen3.5 moe", "hunyuan moe", "gemma4, experts", "flint", "afmoe", "kolibri1",
-            "laguna", "mimo v2 flash")  # fmt: skip
+            "laguna", "mimo v2 flash", "lara mini")  # fmt: skip
 
 
 # What peft 0.21 has no fused names for, and refuses where a dense or shared layer has the same names.
