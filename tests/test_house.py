@@ -34,7 +34,7 @@ BUDGETS = {
     "engine/tuning/**": 2273,  # 2188
     "engine/run/**": 5954,  # 5020
     "scripts/**": 2958,
-    "tests/**": 25594,  # 25044
+    "tests/**": 25604,  # 25044
 }
 MOST_LINES_OF_PROSE = 3200  # README, docs and the other pages
 MOST_LINES_OF_README = 140

@@ -57,6 +57,16 @@ PUBLISHED = {  # as the hub counts them
     "tiiuae/Falcon-H1-7B-Instruct": 7_585_654_880,
     "tiiuae/Falcon-H1-34B-Base": 33_642_516_224,
 }
+ABOUT = {  # as names and cards say, in 1e9
+    "Qwen/Qwen3.8-2.4T-A95B": 2400, "RecursiveSI/Flint-40B-A3B": 39.8, "arcee-ai/Trinity-Nano-Preview": 6.1,
+    "arcee-ai/Trinity-Mini": 26.1, "arcee-ai/Trinity-Large-Preview": 400, "Aleph-Alpha/Kolibri-1": 78.1,
+    "poolside/Laguna-XS.2": 33.2, "XiaomiMiMo/MiMo-V2-Flash": 308.8, "translated/Lara-4-Mini-Base": 7.3,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ABOUT)
+def test_a_published_name_has_about_that_models_size(name):
+    assert shapes.parameters(find_model(name)) == pytest.approx(ABOUT[name] * 1e9, rel=0.02)
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
