@@ -230,8 +230,8 @@ class Run:
         self.stop = Stop(job.total_steps, lambda: training.last_snapshot, here().hosts == 1)
         self.saved = self.exported = self.evaluated = time.monotonic()
         self.bound = ""  # busiest queue of the last traced step
-        self.step_s = job.forecast.step.step_s if job.on_gpu else None  # of the last step
-        self.warm = self.done.step + (SETTLED if self.step_s and self.step_s < SHORT else WARM)
+        is_short = job.on_gpu and job.forecast.step.step_s < SHORT
+        self.warm = self.done.step + (SETTLED if is_short else WARM)
         self.first_s = 0.0  # of the first step
         self.estimated = dict[Part, float]()
         self.sustained = list[Rates]()  # of drives, in traced steps
@@ -359,7 +359,7 @@ class Run:
             raise InputError(f"step {number:,}: {figures}. {training.last_snapshot}. {way}.")
         done.step = number
         self.stop.hear(group.any(self.stop.asked and not self.stop.alone))
-        seconds = self.step_s = time.perf_counter() - began
+        seconds = time.perf_counter() - began
         spans = self.trace() if queues.tracing else []
         queues.tracing = False  # what happens between steps is of none
         read = sum(queues.moved[queue] - moved[queue] for queue in READS) / seconds / 1e9

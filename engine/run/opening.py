@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
@@ -233,10 +234,13 @@ def class_names(o: Options, raw: dict[str, Any]) -> tuple[str, ...]:
     known = names_in(raw, there) if there > 1 else ()
     if known:
         check_problem(raw, o.model)
-    names = known or o.labels or (find_labels(o.data, o.map) if o.data else ())
-    if not names:
-        raise InputError("--method classify: how many classes? No --data names them. Give --labels N, or their names.")
-    if o.labels and names != o.labels:
+    wanted = o.labels
+    if len(wanted) == 1 and re.fullmatch("[0-9]{1,5}", wanted[0]):  # named as in transformers
+        wanted = tuple(f"LABEL_{i}" for i in range(int(wanted[0])))
+    names = known or wanted or (find_labels(o.data, o.map) if o.data else ())
+    if len(names) < 2 or len(set(names)) < len(names):
+        raise InputError("--method classify: how many classes? Give --labels N, or two or more different names.")
+    if wanted and names != wanted:
         raise InputError(f"--labels: the checkpoint is a classifier of {','.join(known)[:200]}. Leave it out.")
     return names
 

@@ -77,25 +77,10 @@ def text(value: str) -> str:
     return value
 
 
-def listed(parse_one: Callable[[str], Any], value: str | list[str]) -> tuple[Any, ...]:
-    """Parses values in a list, or in a text with commas between them."""
-    return tuple(map(parse_one, [part.strip() for part in value.split(",")] if isinstance(value, str) else value))
-
-
 def warmup(text: str) -> float:
     """A share of the run (below 1), or a number of steps."""
     share = number(0)(text)
     return share if share < 1 else whole(text)
-
-
-def labels(value: str | list[str]) -> tuple[str, ...]:
-    """Names of classes, or their number: then they are named as in transformers."""
-    if isinstance(value, str) and value.isascii() and value.isdigit():
-        return tuple(f"LABEL_{i}" for i in range(number(2, 1 << 16, int)(value)))
-    names = listed(text, value)
-    if len(names) < 2 or len(set(names)) < len(names):
-        raise ValueError(f"{','.join(names)[:60]!r} is neither a number of classes nor two or more different names")
-    return names
 
 
 def json_object(text: str) -> str:
@@ -115,15 +100,12 @@ def gib_size(text: str) -> int:
 
 
 class Value(NamedTuple):
-    """A kind of value: its parser, which checks limits too, and its name in --help."""
+    """A kind of value: the parser of one, which checks limits too, and its name in --help. Options whose default is a
+    tuple have several, with commas between them; where the name has none, the option is repeated.
+    """
 
     parse: Callable[[Any], Any]
     metavar: str
-
-
-def several(parse_one: Callable[[str], Any], name: str) -> Value:
-    """Values with commas between them; where its name has none, the option is repeated."""
-    return Value(partial(listed, parse_one), name)
 
 
 def choice(*values: Any) -> Value:
@@ -154,9 +136,9 @@ def or_word(word: str) -> Value:
 SWITCH, WHEN, SIZE, JSON = Value(bool, ""), Value(every, "WHEN"), Value(gib_size, "SIZE"), Value(json_object, "JSON")
 FILE, DIR, TEXT, NAME, HUB = (Value(text, name) for name in ("FILE", "DIR", "TEXT", "NAME", "OWNER/NAME"))
 N, X, FROM_0, ABOVE_0, SEED = integer(1), real(0), integer(0), Value(positive, "X"), integer(0, 2**32 - 1)
-DATA, PROMPT, FILES = several(text, "FILE[:WEIGHT]"), several(text, "TEXT"), several(text, "FILE")
-DIRS, GLOBS, NAMES = several(text, "DIR[,DIR]"), several(text, "GLOB[,GLOB]"), several(text, "NAME[,NAME]")
-LOGS, LABELS = several(choice("tensorboard", "wandb", "trace").parse, "NAME[,NAME]"), Value(labels, "NAME,NAME")
+DATA, PROMPT, FILES = Value(text, "FILE[:WEIGHT]"), Value(text, "TEXT"), Value(text, "FILE")
+DIRS, GLOBS, NAMES = Value(text, "DIR[,DIR]"), Value(text, "GLOB[,GLOB]"), Value(text, "NAME[,NAME]")
+LOGS, LABELS = Value(choice("tensorboard", "wandb", "trace").parse, "NAME[,NAME]"), Value(text, "NAME,NAME")
 MAP, LONG = Value(text, "OURS=YOURS"), choice("cut", "drop", "split", "error")
 DTYPE, BASE = choice("auto", "bf16", "fp32", "fp8"), choice("nf4", "fp8", "mxfp4")
 FORMATS, EXPERTS = choice("bf16", "same"), choice("stacked", "separate")
@@ -218,9 +200,11 @@ def converted(f: Field[Any], value: Any) -> Any:
     if parse is bool or isinstance(value, (bool, dict)) or (isinstance(value, (list, tuple)) and not many):
         raise ValueError(f"{str(value)[:60]} is not a value of it")
     as_text = lambda v: os.fspath(v) if isinstance(v, os.PathLike) else str(v)
-    if isinstance(value, (list, tuple)):
-        return parse(list(map(as_text, value))) if value else ()
-    return parse([as_text(value)] if f.metadata["repeat"] else as_text(value))
+    if not many:
+        return parse(as_text(value))
+    if not isinstance(value, (list, tuple)):
+        value = [value] if f.metadata["repeat"] else [part.strip() for part in as_text(value).split(",")]
+    return tuple(parse(as_text(part)) for part in value)
 
 
 # ---------------------------------------------------------------- the options
@@ -304,7 +288,7 @@ class Options(Reading, Method, Machine):
     schedule: str = _train("learning rate after warm-up; cosine ends at 10 %", choice(*SCHEDULES), "cosine")
     warmup: float = _train("length of the warm-up: a share of the run (below 1), or steps", Value(warmup, "X"), 0.03)
     weight_decay: Real = _train("weight decay; not applied to norms and biases [0.01; adapters 0]", X)
-    betas: tuple[float, ...] = _train("beta1 and beta2 of AdamW", several(number(0, 0.999999), "X,X"), (0.9, 0.95))
+    betas: tuple[float, ...] = _train("beta1 and beta2 of AdamW", Value(number(0, 0.999999), "X,X"), (0.9, 0.95))
     adam_bits: Whole = _train("bits of each AdamW moment: 32, 16 or 8 [32]", choice(32, 16, 8), scope="run")
     lora: Whole = _train("train LoRA adapters of this rank (16 is usual); the model is frozen", N, scope="run")
     lora_alpha: Real = _train("adapters are scaled by alpha / R [2 R]", real(1e-6, 1e6), scope="run")
