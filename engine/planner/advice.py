@@ -14,14 +14,13 @@ from typing import NamedTuple
 
 from trireme.engine.amounts import gb, percent, whole_gib
 from trireme.engine.plan import DoesNotFit
-from trireme.engine.planner.choose import Choice, choose, first_plan
+from trireme.engine.planner.choose import first_plan
 from trireme.engine.planner.forecast import Forecast
 from trireme.engine.planner.rates import DRIVE_SHARE, RAM_SHARE, TB
-from trireme.engine.planner.rule import Cut, Wanted
+from trireme.engine.planner.rule import Wanted
 from trireme.models.config import ModelConfig
 
 WORTH_SAYING = 1.1  # a change with at least this gain in tokens/s is printed
-WORTH_A_MOVE = 0.9  # of a step's time at most, for another placement
 MOST = 3  # changes that are printed
 ENDLESS = 1 << 40  # sequences
 
@@ -87,24 +86,6 @@ def _hardware(f: Forecast) -> Iterator[Way]:
     yield "a GPU with twice the memory", lambda: f.again(replace(limits, gpu=2 * limits.gpu))
     quick = replace(m, rates=r.times(2, ("matmul", "fp8", "copy")))
     yield "a GPU twice as fast", lambda: replace(f, machine=quick).again()
-
-
-def elsewhere(f: Forecast, steps: int) -> Choice | None:
-    """A plan with another placement whose faster steps pay for moving the state through the drives, within `steps`;
-    None if there is none.
-
-    A run does not move its state; it can be resumed with that plan. Updates stay on their processors.
-    """
-    p, r, batch = f.plan, f.machine.rates, f.work.batch(f.plan)
-    wanted = replace(Wanted.like(p, batch), cuts=(Cut.of(p),))
-    choice = choose(f.cfg, f.limits, r, wanted, begun=p)
-    gain = f.roughly.step_s - choice.step.step_s
-    if choice.plan == p or not r.has_drive or choice.step.step_s >= WORTH_A_MOVE * f.roughly.step_s:
-        return None
-    move = f.stored() * (1 / r.ssd_read + 1 / r.ssd_write) + f.frozen_read / r.ssd_read
-    other = replace(f, plan=choice.plan)
-    room = max(f.room, f.disk()) if p.uses("ssd") else f.room
-    return choice if steps * gain > 2 * move and other.disk() <= room else None
 
 
 # ---------------------------------------------------------------- what fits

@@ -36,10 +36,6 @@ class Clock:
         """Seconds since the beginning that are in no part."""
         return self.whole - sum(self.spent.values())
 
-    def with_spent(self, left: Times) -> dict[Part, float]:
-        """Seconds of each part of the whole run: those spent, and those of `left`."""
-        return {part: seconds + left.get(part, 0.0) for part, seconds in self.spent.items()}
-
     @contextmanager
     def at(self, part: Part) -> Iterator[None]:
         """A context whose time counts for `part`, without the time of inner parts."""
@@ -51,11 +47,6 @@ class Clock:
             self.last[part] = self.now() - began - within
             self.spent[part] += self.last[part]
             self.times[part] += 1
-
-    def move(self, seconds: float, source: Part, to: Part) -> None:
-        """Counts seconds of one part as those of another."""
-        self.spent[source] -= seconds
-        self.spent[to] += seconds
 
 
 def process_began() -> float:

@@ -153,16 +153,11 @@ def ready_line(parts: Times) -> str:
     return f"in about {duration(sum(parts.values()))}{f': {listed}' if listed else ''}"
 
 
-def took_line(clock: Clock, estimated: Times) -> str:
-    """The time that the run took, by part, with the estimate where it differs."""
-    parts = []
-    for part in PARTS:
-        took, guess = duration(clock.spent[part]), duration(estimated.get(part, 0.0))
-        if max(clock.spent[part], estimated.get(part, 0.0)) >= 0.5:
-            parts.append(f"{part} {took}" + f" (estimated {guess})" * (bool(estimated) and guess != took))
-    parts += [f"other {duration(clock.other)}"] if clock.other >= 0.5 else []
-    whole = duration(clock.whole) + (f" (estimated {duration(sum(estimated.values()))})" if estimated else "")
-    return f"{whole}{': ' * bool(parts)}{', '.join(parts)}"
+def took_line(clock: Clock) -> str:
+    """The time that the run took, by part."""
+    times = {part: clock.spent[part] for part in PARTS} | {"other": clock.other}
+    listed = ", ".join(f"{part} {duration(s)}" for part, s in times.items() if s >= 0.5)
+    return f"{duration(clock.whole)}{f': {listed}' if listed else ''}"
 
 
 def machine_lines(rows: Sequence[Row]) -> list[str]:

@@ -4,20 +4,15 @@ model.
 
 from __future__ import annotations
 
-import hashlib
-import io
 import json
 import time
-import zipfile
-import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import chain, islice
 from operator import add
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -26,32 +21,26 @@ from trireme.engine.amounts import count, seconds
 from trireme.engine.buffers import workspace
 from trireme.engine.build import Engine, Inputs, InRam, dealt, in_ram, placed, shares
 from trireme.engine.data.codec import Codec
-from trireme.engine.data.dataset import Dataset, MicroBatch
+from trireme.engine.data.dataset import Dataset
 from trireme.engine.hosts.group import here
 from trireme.engine.memory import DTYPE
-from trireme.engine.planner.host import computed_by
 from trireme.engine.planner.rule import largest
 from trireme.engine.queues.names import numbered
-from trireme.engine.run import folder, screen
-from trireme.engine.run.job import Job
+from trireme.engine.run import folder, record, screen
+from trireme.engine.run.record import Reference
 from trireme.engine.step import evaluate, metrics_of, stream_layers
-from trireme.kernels.private import cache_folder
 from trireme.models.config import InputError
 from trireme.models.generate import generate, needs
 from trireme.models.losses.preferences import Documents, Preference, compare, joined
 from trireme.models.rows import Load, rope_tables
-from trireme.storage.files import replace_synced
+from trireme.storage.untrusted import checksum
 
 if TYPE_CHECKING:
     from trireme.engine.run.state import Training
 
 LEAD, FIRST, MAX_NEW = 8, 100, 48  # tokens of a prompt from running text; sequences searched for prompts; new tokens
 LONGEST = 60.0  # seconds for samples: each token is a pass over all weights
-KEPT_EVERY = 20.0  # seconds between writes of what is known of the reference
-CACHED = 50  # runs whose reference is in the user's cache
-NO_ROOM = "(no sample: the plan's buffers leave no memory for one)"
 Stopped = Callable[[], bool]
-Keep = Callable[[np.ndarray], None]
 
 
 @dataclass
@@ -70,20 +59,37 @@ class Evaluator:
     def inputs(self, mb: InRam, loads: Sequence[Load | None] = (), correct: torch.Tensor | None = None) -> Inputs:
         return placed(mb, self.places, loads, correct)
 
+    def dealt(
+        self, step: Sequence[InRam], loads: Sequence[Load | None] = (), correct: torch.Tensor | None = None
+    ) -> list[Inputs]:
+        """This host's micro-batches of those of all hosts."""
+        return [self.inputs(mb, loads, correct) for mb in dealt(step, here().host, here().hosts)]
+
     def counter(self, preference: Preference | None) -> torch.Tensor | None:
         """Where the head counts labels that were the most likely token; None for losses without that count."""
         if preference or self.e.cfg.teaching:
             return None
         return torch.zeros(1, dtype=torch.float64, device=self.e.queues.devices[self.e.gpu(self.e.geo.head)])
 
-    def groups(self, batches: Iterator[MicroBatch], stopped: Stopped) -> Iterator[list[InRam]]:
-        """The micro-batches that are computed together, of all hosts."""
-        while not here().any(stopped()) and (group := list(islice(batches, self.n_micro))):
-            yield [in_ram(self.e.cfg, mb) for mb in group]
-
-    def own(self, step: Sequence[InRam], correct: torch.Tensor | None = None) -> list[Inputs]:
-        """This host's micro-batches."""
-        return [self.inputs(mb, correct=correct) for mb in dealt(step, here().host, here().hosts)]
+    def losses(
+        self,
+        what: str,
+        data: Sequence[Dataset],
+        stopped: Stopped,
+        rows: int | None = None,
+        correct: torch.Tensor | None = None,
+        parts: list[torch.Tensor] | None = None,
+    ) -> Iterator[tuple[list[InRam], list[torch.Tensor]]]:
+        """Yields micro-batches that are computed together, of all hosts, and the losses of this host's. `parts`: gets
+        the parts of losses that have several.
+        """
+        tokens = sum(part.tokens if rows is None else part.tokens * rows // part.n_sequences for part in data)
+        batches = chain.from_iterable(part.batches(self.rows, rows) for part in data)
+        with screen.working(what, tokens, "tokens") as more:
+            while not here().any(stopped()) and (group := list(islice(batches, self.n_micro))):
+                step = [in_ram(self.e.cfg, mb) for mb in group]
+                yield step, evaluate(self.e, self.dealt(step, correct=correct), parts)
+                more(sum(mb.tokens for mb in step))
 
     def loss(
         self, data: Dataset, preference: Preference | None, rows: int | None = None, stopped: Stopped = lambda: False
@@ -91,17 +97,13 @@ class Evaluator:
         """The mean loss of labels, or of pairs, with other figures. `rows`: how many are read; None: all."""
         total, weight, trained, correct = 0.0, 0.0, 0, self.counter(preference)
         docs, logps, parts = list[Documents](), list[float](), list[torch.Tensor]()
-        tokens = data.tokens if rows is None else data.tokens * rows // data.n_sequences
-        with screen.working("evaluating", tokens, "tokens") as more:
-            for step in self.groups(data.batches(self.rows, rows), stopped):
-                losses = evaluate(self.e, self.own(step, correct), parts)
-                if preference:
-                    docs += [mb.of_docs for mb in step if mb.of_docs]
-                    logps += in_order(step, losses)
-                own = [float(each.double().sum()) for each in losses]
-                total += reduce(add, here().numbers(own, self.e.plan.n_micro))
-                weight, trained = weight + sum(mb.weight for mb in step), trained + sum(mb.trained for mb in step)
-                more(sum(mb.tokens for mb in step))
+        for step, losses in self.losses("evaluating", [data], stopped, rows, correct, parts):
+            if preference:
+                docs += [mb.of_docs for mb in step if mb.of_docs]
+                logps += in_order(step, losses)
+            own = [float(each.double().sum()) for each in losses]
+            total += reduce(add, here().numbers(own, self.e.plan.n_micro))
+            weight, trained = weight + sum(mb.weight for mb in step), trained + sum(mb.trained for mb in step)
         counted = {"rows": trained} if self.e.cfg.scores else {}
         if preference and docs:
             compared = compare(preference, joined(docs), np.array(logps))
@@ -111,22 +113,10 @@ class Evaluator:
             metrics["accuracy"] = sum(here().values(float(correct))) / (weight or 1)
         return total / (weight or 1), metrics | counted
 
-    def logps(self, data: Sequence[Dataset], known: np.ndarray, keep: Keep, stopped: Stopped) -> np.ndarray:
-        """Log-probabilities of all documents, (documents,) float64. `known`: those of the first ones. `keep` gets what
-        is known every KEPT_EVERY seconds.
-        """
-        parts, at, kept = [known], 0, time.monotonic()
-        batches = chain.from_iterable(part.batches(self.rows) for part in data)
-        with screen.working("the reference", sum(part.tokens for part in data), "tokens") as more:
-            for step in self.groups(batches, stopped):
-                if at >= len(known):
-                    parts.append(np.array(in_order(step, evaluate(self.e, self.own(step)))))
-                at += sum(len(mb.of_docs.lengths) for mb in step if mb.of_docs)
-                more(sum(mb.tokens for mb in step))
-                if time.monotonic() - kept > KEPT_EVERY:
-                    keep(np.concatenate(parts))
-                    kept = time.monotonic()
-        return np.concatenate(parts)
+    def logps(self, data: Sequence[Dataset], stopped: Stopped = lambda: False) -> list[float]:
+        """Log-probabilities of all documents, in order; fewer if `stopped()`."""
+        steps = self.losses("the reference", data, stopped)
+        return [logp for step, losses in steps for logp in in_order(step, losses)]
 
     def samples(self, data: Dataset, codec: Codec | None, n: int, stopped: Stopped) -> list[Sample]:
         """Greedy continuations of the beginnings of `n` documents."""
@@ -156,73 +146,36 @@ def in_order(step: Sequence[InRam], losses: Sequence[torch.Tensor]) -> list[floa
 def with_reference(run: Training, stopped: Stopped) -> None:
     """Gives the run's data the log-probabilities of the model before training, if the method compares with them.
 
-    They are those of .run/reference.npz or of the user's cache, else computed by the engine, which has that model or is
-    given it. A pass that was ended goes on behind what is known. Raises InputError, StoreError; KeyboardInterrupt if
-    `stopped()`.
+    A resumed run has them in .run/reference.json; else the engine computes them, which has that model or loads it.
+    Raises InputError, StoreError; KeyboardInterrupt if `stopped()`.
     """
-    job, cache, writes = run.job, cache_folder(), not here().host
+    job, path = run.job, run.folder.run / folder.REFERENCE
     if job.preference is None or not job.preference.compares:
         return
     data = [job.data, *([job.data.held_out] if job.data.held_out else [])]
-    total = sum(len(part.pieces) for part in data)
-    key = run.fixed.reference or here().texts(_key(job, run.sums))[0]
-    places = [run.folder.run / folder.REFERENCE, *([cache / "reference" / f"{key}.npz"] if cache else [])]
-    known = max((_read(place, key) for place in places), key=len)
-    known = np.array(json.loads(here().texts(json.dumps(known.tolist()))[0]), dtype=np.float64)
-    if len(known) != total:
+    total, known = sum(len(part.pieces) for part in data), record.read(path, Reference) if run.begun else None
+    logps = json.loads(here().texts(json.dumps(known.logps if known else []))[0])
+    if len(logps) != total:
         if run.begun:
             screen.say("reference lost: it is computed again from the checkpoint")
             run.load_checkpoint(stopped)
-            if _key(job, run.sums) != key:
-                was = "the checkpoint is not what the run began with"
-                raise InputError(f"{places[0]} is lost, and {was}. Restore one of them, or start again.")
-        began, known = time.monotonic(), known if len(known) < total else np.zeros(0)
-        keep = lambda logps: _write(places[0], key, logps) if writes else None
+        key = here().texts(checksum([json.dumps(run.sums, sort_keys=True).encode()]))[0]
+        if run.fixed.reference not in ("", key):
+            was = "the checkpoint is not what the run began with"
+            raise InputError(f"{path} is lost, and {was}. Restore one of them, or start again.")
+        began = time.monotonic()
         with screen.clock().at("reference"), run.watched("the reference"):
-            known = Evaluator(run.engine, job.rows, job.options.seq_len or 0, job.n_micro).logps(
-                data, known, keep, stopped
-            )
-        keep(known)
-        if len(known) < total:
+            logps = run.evaluator.logps(data, stopped)
+        if len(logps) < total:
             raise KeyboardInterrupt
+        if not here().host:
+            record.write(path, Reference(logps))
+        run.fixed = replace(run.fixed, reference=key)
         pairs = count(total // 2, "answer" if job.data.options.kind == "labels" else "pair")
         screen.say(f"compared {pairs}: the reference took {seconds(time.monotonic() - began)}")
-    for place in places if writes else ():
-        if len(_read(place, key)) != total:
-            _write(place, key, known)
     n, held = len(job.data.pieces), job.data.held_out
-    read = replace(job.data, reference=known[:n], held_out=held and replace(held, reference=known[n:]))
-    run.job, run.fixed = replace(job, read=read), replace(run.fixed, reference=key)
-
-
-def _key(job: Job, sums: Mapping[str, str]) -> str:
-    """The key of the weights, the data, and all that decides roundings. `sums`: checksums of all weights."""
-    own = job.fixed(None)
-    decides: dict[str, Any] = {"weights": dict(sorted(sums.items())), "dtype": job.plan.dtype, "fp8": job.cfg.fp8}
-    decides |= {"rows": job.rows, "together": job.n_micro, "by": computed_by(job.device), "launches": job.launches}
-    decides |= {"model": own.config, "data": own.data}
-    return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:24]
-
-
-def _read(path: Path, key: str) -> np.ndarray:
-    """What is known of the reference, (documents,) float64; its zip has a checksum of it."""
-    with suppress(OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error), np.load(path) as stored:
-        if str(stored["key"]) == key and stored["logps"].dtype == np.float64:
-            return stored["logps"]
-    return np.zeros(0)
-
-
-def _write(path: Path, key: str, logps: np.ndarray) -> None:
-    content = io.BytesIO()
-    np.savez(content, logps=logps, key=key)
-    if path.name == folder.REFERENCE:
-        replace_synced(path, content.getvalue())
-        return
-    with suppress(OSError):  # the cache
-        path.parent.mkdir(exist_ok=True, parents=True)
-        replace_synced(path, content.getvalue())
-        for old in sorted(path.parent.glob("*.npz"), key=lambda each: each.stat().st_mtime)[:-CACHED]:
-            old.unlink(missing_ok=True)
+    held = held and replace(held, reference=np.array(logps[n:], np.float64))
+    run.job = replace(job, read=replace(job.data, reference=np.array(logps[:n], np.float64), held_out=held))
 
 
 # ---------------------------------------------------------------- samples
@@ -263,11 +216,8 @@ def fitted(e: Engine, asked: list[list[int]], max_new: int = MAX_NEW) -> list[li
 def sample(
     e: Engine, codec: Codec, asked: list[list[int]], max_new: int = MAX_NEW, enough: Stopped = lambda: False
 ) -> list[Sample]:
-    """Greedy continuations of the prompts, which are fitted first. Stops when `enough()`; NO_ROOM if memory runs
-    out.
-    """
+    """Greedy continuations of the prompts, which are fitted first; none if memory runs out. Stops when `enough()`."""
     asked = fitted(e, asked, max_new)
-    shown = [codec.decode(ids) for ids in asked]
     eos = frozenset([codec.facts.eos]) if codec.facts.eos is not None else frozenset[int]()
     places, dtype = [e.queues.devices[e.gpu(u)] for u in range(e.cfg.n_units)], DTYPE[e.plan.dtype]
     layers, out = lambda: stream_layers(e), None
@@ -276,8 +226,9 @@ def sample(
             out = generate(e.cfg, layers, asked, max_new, eos=eos, places=places, dtype=dtype, enough=enough)
     if out is None:
         let_go(e)
-        return [Sample(prompt, NO_ROOM, True) for prompt in shown]
-    return [Sample(p, codec.decode(ids), bool(ids) and ids[-1] in eos) for p, ids in zip(shown, out, strict=True)]
+        return []
+    shown = zip(map(codec.decode, asked), out, strict=True)
+    return [Sample(prompt, codec.decode(ids), bool(ids) and ids[-1] in eos) for prompt, ids in shown]
 
 
 def let_go(e: Engine) -> None:

@@ -3,7 +3,7 @@
     OUT/config.yaml log.jsonl report.html   from the beginning
     OUT/step-N best merged, the checkpoint  complete under these names, or not there
     OUT/.run/state.json                     the run's id; `ended` once the output is complete
-    OUT/.run/store tokens teacher reference.npz best-N host-N
+    OUT/.run/store tokens teacher reference.json best-N host-N
 
 A folder with .run can be resumed; one with config.yaml and no .run is finished. The lock is on .run itself, ends with
 the process, and needs no file. Only files that are known by name are removed: a folder with others is renamed.
@@ -16,7 +16,7 @@ import re
 import shutil
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -26,10 +26,9 @@ from trireme.engine.hosts.group import here
 from trireme.engine.run import config_file, record, screen
 from trireme.engine.run.after import hub
 from trireme.engine.run.options import Options
-from trireme.engine.run.record import Best, Progress, State
+from trireme.engine.run.record import Best, State
 from trireme.models.config import InputError
-from trireme.storage import folders, snapshots
-from trireme.storage.auxiliary import CONTENT, content_of
+from trireme.storage import folders
 from trireme.storage.checkpoint import counted
 from trireme.storage.files import (
     existing,
@@ -48,11 +47,12 @@ from trireme.storage.untrusted import checksum, quoted
 if TYPE_CHECKING:
     from trireme.engine.hosts.host_snapshots import RunSnapshot
 
-RUN, STATE, NOTE, REFERENCE = ".run", "state.json", "best.json", "reference.npz"
-LOGS = ("config.yaml", "log.jsonl", "report.html", "trace.json", "plan.json")
+RUN, STATE, NOTE, REFERENCE = ".run", "state.json", "best.json", "reference.json"
+LOGS = ("config.yaml", "log.jsonl", "report.html", "trace.json")
 ADAPTER = "adapter_model.safetensors"
-OF_HOST = (STATE, "log.jsonl", ".*.partial", "*/.*.partial", "tokens/*.tokens", "tokens/*.npz", "tokens/stdin*")
-OF_RUN = (REFERENCE, "*.new/*", "teacher/scores.json", "teacher/*/part-*.safetensors")
+BEGUN = {RUN, ".config.yaml.partial"}  # what a run has made that was killed at once
+OF_HOST = (STATE, "log.jsonl", ".*.partial", "tokens/*.tokens", "tokens/*.npz", "tokens/stdin*")
+OF_RUN = (REFERENCE, "*/.*.partial", "*.new/*", "teacher/scores.json", "teacher/*/part-*.safetensors")
 KNOWN = (*OF_HOST, *OF_RUN, *(f"host-*/{name}" for name in OF_HOST))  # files in .run, besides the best and the store
 Save = Callable[[Path], Mapping[str, str]]  # writes a new folder, and returns its files' checksums by name
 
@@ -67,6 +67,28 @@ class Folder:
         self.store: Store | None = None
         self.common: RunSnapshot | None = None  # of another number of hosts, from which the run goes on
 
+    def begin(self, options: Options) -> None:
+        """Makes the records of a new run."""
+        if not here().host:
+            here().meet()
+        self.note(State(here().texts(uuid.uuid4().hex)[0]))
+        self.write_config(options)
+
+    def reopen(self, options: Options) -> None:
+        """Reads the state of a run. Raises InputError if it is lost, or of a finished run, which is removed then."""
+        for path in (*self.out.iterdir(), *self.run.rglob("*")):
+            if path.is_symlink():
+                raise InputError(f"{path} is a link, and a run would write where it leads. Remove it.")
+        state = record.read(self.run / STATE, State) or (State("") if self.made else None)
+        if state is None:
+            way = f"restore it from a copy, or remove {quoted(self.out)} and start again"
+            raise InputError(f"--resume {self.out}: {self.run / STATE} is lost or damaged: {way}.")
+        self.state = replace(state, id=here().texts(state.id)[0])
+        if here().first(self.state.ended and not self.state.kept):
+            every = [path for paths in stores_by_host(options).values() for path in paths]
+            self.end(every if here().hosts == 1 else self.stores)
+            raise InputError(f"--resume {self.out}: that run is finished. {further(self.out)}.")
+
     def write_config(self, options: Options) -> None:
         if not here().host:
             replace_synced(self.out / "config.yaml", config_file.write(options))
@@ -78,100 +100,109 @@ class Folder:
 
     # ------------------------------------------------------------ weights besides the store's
 
-    def replace(self, target: Path, save: Callable[[Path], Iterable[str]]) -> None:
-        """Saves a folder under another name, then gives it its own, in the place of an older one. `save` returns the
-        names of its files. A run that is killed between the two goes on before, and saves it again.
+    def replace(self, target: Path, save: Save, note: bool = False) -> None:
+        """Saves a folder under another name, then gives it its own, in the place of an older one. A run that is killed
+        between the two goes on before, and saves it again. `note`: with best.json.
         """
         new = self.run / f"{target.name}.new"
         shutil.rmtree(new, ignore_errors=True)
-        names = save(new)
-        discard(target, names, aside=self.out / f"{target.name}.left")
+        files = dict(save(new))
+        if note:
+            record.write(new / NOTE, Best(files))
+        self.discard(target, [*files, NOTE])
         new.rename(target)
         sync_folder(target.parent)
 
     def best(self, step: int | None) -> Path:
         return self.run / f"best-{step}"
 
-    def write_best(self, progress: Progress, saved: int | None, save: Save) -> None:
-        """Writes the best weights. `saved`: the step of those that the last snapshot names, which stay."""
-
-        def save_with_note(folder: Path) -> list[str]:
-            files = dict(save(folder))
-            record.write(folder / NOTE, Best(progress.best_step or 0, progress.best or 0.0, files))
-            return [*files, NOTE]
-
-        self.drop_best(saved)
-        self.replace(self.best(progress.best_step), save_with_note)
-
-    def drop_best(self, *keep: int | None) -> None:
+    def drop_best(self, keep: int | None = None) -> None:
+        """Removes the best weights, but those of the step `keep`."""
         for path in self.run.glob("best-*"):
-            if path not in map(self.best, keep) and (note := record.read(path / NOTE, Best)):
-                discard(path, [*note.files, NOTE], aside=self.out / f"{path.name}.left")
+            if path != self.best(keep) and (note := record.read(path / NOTE, Best)):
+                self.discard(path, [*note.files, NOTE])
 
-    def holds_best(self, progress: Progress, again: Mapping[str, CONTENT]) -> bool:
-        """Whether the best weights that a snapshot names are there, byte by byte. `again`: files that can be made
-        again, which are not compared.
-        """
-        folder = self.best(progress.best_step)
-        note = record.read(folder / NOTE, Best)
-        if note is None or note.step != progress.best_step:
-            return progress.best_step is None
-        names = [name for name in note.files if name not in again]
+    def holds_best(self, step: int | None) -> bool:
+        """Whether the best weights, of an evaluated step, are there, byte by byte."""
+        folder, note = self.best(step), record.read(self.best(step) / NOTE, Best)
+        if note is None or step is None:
+            return step is None
         with suppress(OSError):
-            nbytes = sum((folder / name).stat().st_size for name in names)
+            nbytes = sum((folder / name).stat().st_size for name in note.files)
             with screen.working("checking the best", nbytes) as progressed:
-                sums = (checksum(counted(stream(folder / name), progressed)) for name in names)
-                return all(sum == note.files[name] for name, sum in zip(names, sums, strict=True))
+                sums = (checksum(counted(stream(folder / name), progressed)) for name in note.files)
+                return all(sum == before for sum, before in zip(sums, note.files.values(), strict=True))
         return False
 
-    def take_over(self, step: int | None, out: Path, again: Mapping[str, CONTENT]) -> list[str]:
-        """Gives `out` the files of the best, by hard links if the drive has them; those of `again` are made again. May
-        be killed and repeated. Returns the names.
+    def take_over(self, step: int | None, out: Path) -> dict[str, str]:
+        """Gives `out` the files of the best, by hard links if the drive has them. May be killed and repeated. Returns
+        their checksums.
         """
-        folder = self.best(step)
-        note = record.read(folder / NOTE, Best)
+        folder, note = self.best(step), record.read(self.best(step) / NOTE, Best)
         assert note is not None
         for name in note.files:
-            path, target = folder / name, out / name
+            target = out / name
             target.parent.mkdir(exist_ok=True, parents=True)
             part = partial_of(target)
             part.unlink(missing_ok=True)
-            if name in again:
-                write_synced(part, [content_of(again[name])])
-            else:
-                try:
-                    part.hardlink_to(path)
-                except OSError:
-                    write_synced(part, stream(path))
+            try:
+                part.hardlink_to(folder / name)
+            except OSError:
+                write_synced(part, stream(folder / name))
             part.replace(target)
             part.unlink(missing_ok=True)  # a rename to another link of the same file leaves both
             sync_folder(target.parent)
-        return list(note.files)
+        return note.files
 
     # ------------------------------------------------------------ the end
 
-    def finish(self, keep_state: bool, best_step: int | None, again: Mapping[str, CONTENT]) -> None:
+    def finish(self, keep_state: bool, best_step: int | None) -> None:
         """Makes OUT/best of the best weights of `best_step`, and removes all but the output, which is complete. If
-        killed, `reopened` repeats it.
+        killed, `reopen` repeats it.
         """
         if best_step is not None and self.best(best_step).is_dir():
-            self.replace(self.out / "best", lambda folder: self.take_over(best_step, folder, again))
+            self.replace(self.out / "best", lambda folder: self.take_over(best_step, folder))
         self.note(State(self.state.id, started=True, ended=True, kept=keep_state))
         if not keep_state:
-            with others_first():
-                self.remove(self.stores)
+            self.end(self.stores)
+
+    def end(self, stores: list[Path]) -> None:
+        """As `remove`, by host 0 after the others, whose folders are in its own."""
+        if not here().host:
+            here().meet()
+        self.remove(stores)
+        if here().host:
+            here().meet()
 
     def remove(self, stores: list[Path]) -> None:
         """Removes `stores` if they are of this run, and OUT/.run."""
-        if self.store:
-            self.store.close()
-            self.store = None
+        self.close()
         with screen.working("removing the store", 0) as progressed:
             folders.remove_finished(stores, self.state.id)  # whose removal had begun
             folders.discard([path for path in stores if folders.run_of(path) == self.state.id], progressed)
         self.drop_best()
-        if left := discard(self.run, KNOWN, aside=self.out / "run.left"):
+        self.discard(self.run, KNOWN)
+
+    def discard(self, folder: Path, known: Iterable[str]) -> None:
+        """Removes the files of a folder that match the patterns `known`, its state.json last, and the folder. If it
+        has others, it becomes OUT/NAME.left or one like it.
+        """
+        patterns, last = list(known), folder / STATE
+        for path in sorted(folder.rglob("*"), key=lambda path: (path != last, path), reverse=True):  # files first
+            if path.is_dir() and not path.is_symlink():
+                remove_folders([path])
+            elif any(fnmatchcase(path.relative_to(folder).as_posix(), pattern) for pattern in patterns):
+                path.unlink(missing_ok=True)
+        remove_folders([folder])
+        if folder.exists():
+            names = (f"{folder.name.lstrip('.')}.left" + f"-{n}" * bool(n) for n in range(1000))
+            left = folder.rename(next(path for path in map(self.out.joinpath, names) if not path.exists()))
             screen.warn(f"{left} has files that are not of the run")
+
+    def close(self) -> None:
+        if self.store:
+            self.store.close()
+            self.store = None
 
     def undo(self) -> None:
         """Removes what a run that failed before its first step has made."""
@@ -180,34 +211,6 @@ class Folder:
             partial_of(self.out / name).unlink(missing_ok=True)
         self.remove(self.stores)
         remove_folders(self.made)
-
-
-def discard(folder: Path, known: Iterable[str], aside: Path) -> Path | None:
-    """Removes the files of a folder that match the patterns `known`, its state.json last, and the folder. If it has
-    others it gets the name `aside` or one like it, which is returned.
-    """
-    patterns, last = list(known), folder / STATE
-    for path in sorted(folder.rglob("*"), key=lambda path: (path != last, path), reverse=True):  # folders after files
-        name = path.relative_to(folder).as_posix()
-        if path.is_dir() and not path.is_symlink():
-            remove_folders([path])
-        elif any(fnmatchcase(name, pattern) for pattern in patterns):
-            path.unlink(missing_ok=True)
-    remove_folders([folder])
-    if not folder.exists():
-        return None
-    names = (aside.with_name(f"{aside.name}-{n}") for n in range(1, 1000))
-    return folder.rename(next(path for path in (aside, *names) if not path.exists()))
-
-
-@contextmanager
-def others_first() -> Iterator[None]:
-    """A context that host 0 enters after all others: their folders are in its own."""
-    if not here().host:
-        here().meet()
-    yield
-    if here().host:
-        here().meet()
 
 
 # ---------------------------------------------------------------- a new one, or one that is continued
@@ -223,102 +226,46 @@ def named(o: Options) -> Options:
     return replace(o, out=f"runs/{name}-{max(taken) + 1}" if taken else f"runs/{name}")
 
 
-def check_free(out: Path, model: str) -> None:
+def check_free(out: Path) -> None:
     """Raises InputError unless a new run may write to `out`."""
-    way, there = "Name another folder, or leave --out out", existing(out)
-    if model and Path(model).exists() and there.samefile(model):
-        what = "is the checkpoint itself"
-    elif not there.is_dir():
-        what = f"cannot be made: {there} is a file"
-    elif is_finished(out):
+    what, way = "is not an empty folder", "Name another folder, or leave --out out"
+    if is_finished(out):
         what, way = "holds a finished run", further(out)
     elif (out / RUN).exists() and (out / "config.yaml").exists():  # else killed before there was anything of it
         what, way = "holds a run", f"Continue it: --resume {quoted(out)}; or leave --out out"
-    elif out.is_dir() and any(path.name not in (RUN, ".config.yaml.partial") for path in out.iterdir()):
-        what = "is not empty"
-    else:
+    elif existing(out).is_dir() and not (out.exists() and {path.name for path in out.iterdir()} - BEGUN):
         return
     raise InputError(f"--out {out} {what}. {way}.")
 
 
 @contextmanager
-def new(options: Options) -> Iterator[Folder]:
-    """A context with a new run's folder. If the run fails before its first step, all of it is removed. Raises
-    InputError, StoreError.
+def opened(options: Options) -> Iterator[Folder]:
+    """A context with the locked folder of a run: of --resume, or a new one, of which all is removed if the run fails
+    before its first step. Raises InputError, StoreError.
     """
-    out, group = Path(options.out), here()
-    if group.host:
-        group.meet()  # host 0's folder has to be free first
-    else:
-        check_free(out, options.model)
-    run = run_folder(out)
-    with _locked(out, run, make_folder(run)) as folder:
-        if not group.host:
-            group.meet()
-        folder.stores = stores(options)
-        folder.note(State(group.texts(uuid.uuid4().hex)[0]))
-        folder.write_config(options)
+    out, host, resumes = Path(options.out), here().host, bool(options.resume)
+    run = out / RUN / f"host-{host}" if host else out / RUN
+    if host and not resumes:
+        here().meet()  # host 0's folder has to be free first
+    elif not resumes:
+        check_free(out)
+    made = make_folder(run) if host or not resumes else []
+    with ExitStack() as stack:
+        stack.callback(remove_folders, made)  # those without files
+        fd = os.open(run, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        stack.callback(os.close, fd)
+        if not lock(fd):
+            raise InputError(f"another process is at the run in {out}. Wait for its end, or name another --out.")
+        folder = stack.enter_context(closing(Folder(out, run, stores(options), made)))
         try:
+            folder.reopen(options) if resumes else folder.begin(options)
             yield folder
         except BaseException:
-            if not (_has_log(out) or (folder.store and folder.store.snapshots)):
+            log = out / "log.jsonl"
+            if not (resumes or (log.exists() and log.stat().st_size) or (folder.store and folder.store.snapshots)):
                 with suppress(OSError):  # report the first error
                     folder.undo()
             raise
-
-
-@contextmanager
-def reopened(options: Options) -> Iterator[Folder]:
-    """A context with the folder of --resume. Raises InputError if it is in use, or finished."""
-    out = Path(options.out)
-    run = run_folder(out)
-    made = make_folder(run) if here().host else []
-    with _locked(out, run, made) as folder:
-        for path in (*out.iterdir(), *run.rglob("*")):
-            if path.is_symlink():
-                raise InputError(f"{path} is a link, and a run would write where it leads. Remove it.")
-        folder.stores = stores(options)
-        state = record.read(run / STATE, State) or (State("") if made else _state_again(folder))
-        folder.state = replace(state, id=here().texts(state.id)[0])
-        if here().first(folder.state.ended and not folder.state.kept):
-            every = [path for paths in stores_by_host(options).values() for path in paths]
-            with others_first():
-                folder.remove(every if here().hosts == 1 else folder.stores)
-            raise InputError(f"--resume {out}: that run is finished. {further(out)}.")
-        yield folder
-
-
-def _state_again(folder: Folder) -> State:
-    """The state of a run whose file is lost or damaged, from its store and its log; without any file it has ended."""
-    if not any(folder.run.iterdir()):
-        return State(uuid.uuid4().hex, started=True, ended=True)
-    ids = [id for path in folder.stores if (id := folders.run_of(path))]
-    saved = any(snapshots.folders(path) for path in folder.stores if path.is_dir())
-    return State(ids[0] if ids else uuid.uuid4().hex, started=saved or _has_log(folder.out))
-
-
-def _has_log(out: Path) -> bool:
-    return (out / "log.jsonl").exists() and (out / "log.jsonl").stat().st_size > 0
-
-
-@contextmanager
-def _locked(out: Path, run: Path, made: list[Path]) -> Iterator[Folder]:
-    fd = os.open(run, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    folder = Folder(out, run, [], made)
-    try:
-        if not lock(fd):
-            raise InputError(f"another process is at the run in {out}. Wait for its end, or name another --out.")
-        yield folder
-    finally:
-        if folder.store:
-            folder.store.close()
-        os.close(fd)
-        remove_folders(made)  # those without files
-
-
-def run_folder(out: Path) -> Path:
-    """The folder with what this host's part of the run needs until its end."""
-    return out / RUN / f"host-{here().host}" if here().host else out / RUN
 
 
 def stores(options: Options, host: int | None = None) -> list[Path]:
@@ -351,24 +298,20 @@ def resumable(out: str) -> str:
 
 
 def latest(runs: Path) -> Path:
-    """The unfinished run in a folder that was written last. Raises InputError."""
-    states = {path.parent.parent: record.read(path, State) for path in runs.glob(f"*/{RUN}/{STATE}")}
-    unfinished = [run for run, state in states.items() if not (state and state.ended)]
-    if not unfinished:
+    """The unfinished run in a folder whose state was written last. Raises InputError."""
+    states = [path for path in runs.glob(f"*/{RUN}/{STATE}") if not (record.read(path, State) or State("")).ended]
+    if not states:
         raise InputError(f"--resume: no unfinished run in {runs}/. Name the run: --resume RUN.")
-    return max(unfinished, key=lambda run: max(path.lstat().st_mtime for path in [run, *run.iterdir()]))
+    return max(states, key=lambda path: path.lstat().st_mtime).parents[1]
 
 
 def check_resumable(out: Path) -> None:
     """Raises InputError unless a folder has a run that can go on."""
-    if (out / RUN).is_dir() and (out / "config.yaml").is_file():
-        return
-    what, way = "there is no run that can go on", "Name the folder that --out named"
-    if is_finished(out):
-        what, way = "that run is finished, and its state is removed", further(out)
-    elif above := next((path for path in out.absolute().parents[:2] if (path / RUN).is_dir()), None):
-        way = f"It is part of a run: --resume {quoted(above)}"
-    raise InputError(f"--resume {out}: {what}. {way}.")
+    if own := config_file.is_own(out / "config.yaml"):
+        remove_folders([out / RUN])  # empty where the removal of a finished run was killed
+    if not own or is_finished(out):
+        way = f"that run is finished. {further(out)}" if own else "there is no run. Name the folder that --out named"
+        raise InputError(f"--resume {out}: {way}.")
 
 
 def further(out: Path) -> str:

@@ -10,9 +10,9 @@ import json
 import math
 import os
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +42,8 @@ class Log:
         """
         self.path, self.total, self.expected, self.trackers = out / "log.jsonl", total, evaluations, list(others)
         self.steps, self.evals = list[Record](), list[Record]()  # KEPT of each
-        self.waiting, self.warned, self.diverges, self.evaluated = b"", False, False, 0.0
+        self.waiting, self.warned, self.diverges = b"", False, False
         self.stayed = -math.inf  # when a step's line last stayed
-        self.ends: deque[float] = deque(maxlen=LAST)  # of the last steps, without the evaluations between them
         self.fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         if os.fstat(self.fd).st_size < since:
             screen.warn(f"{self.path} is shorter than it was at the snapshot: lines were lost")
@@ -56,49 +55,34 @@ class Log:
 
     def step(self, record: Record) -> None:
         """Logs a step, and shows its line; about every tenth of the run its line stays."""
-        self._add(record)
+        self.add(record)
         now, step, total = time.monotonic(), record["step"], self.total
-        self.ends.append(now - self.evaluated)
         tenth = step * 10 // total > (step - 1) * 10 // total and now - self.stayed >= APART
         self.stayed = now if tenth else self.stayed
         screen.show(line_of(record, total, None if step == total else self.left(step)), tenth or step == total)
-        first, last = self.first_and_recent
+        first, last = self.steps[0]["loss"], self.smoothed[1]  # the first is before any update
         if not self.diverges and len(self.steps) >= FEWEST and last > DOUBLED * abs(first) + NOISE:
             self.diverges = True
             screen.warn(f"the loss rises, {first:.4g} -> {last:.4g}: the run diverges. Lower --lr")
 
-    def eval(self, record: Record) -> None:
-        """Logs an evaluation."""
-        self._add(record)
-        self.evaluated += record["eval_time_s"]
-
-    @property
-    def first_and_recent(self) -> tuple[float, float]:
-        """The loss of the first step, before any update, and the mean of the last ones. There is a step."""
-        recent = self.steps[-max(FEWEST, min(LAST, len(self.steps) // 10)) :]
-        return self.steps[0]["loss"], sum(record["loss"] for record in recent) / len(recent)
-
     @property
     def smoothed(self) -> tuple[float, float]:
-        """Mean losses of the first and of the last tenth of the steps."""
-        n = max(1, min(LAST, len(self.steps) // 10))
-        mean = lambda steps: sum(record["loss"] for record in steps) / n
-        return (mean(self.steps[:n]), mean(self.steps[-n:])) if self.steps else (math.nan, math.nan)
+        """Mean losses of the first and of the last tenth of the steps. There is a step."""
+        n = max(FEWEST, min(LAST, len(self.steps) // 10))
+        first, last = (totalled(part, "loss") / len(part) for part in (self.steps[:n], self.steps[-n:]))
+        return first, last
 
     def left(self, step: int) -> float:
         """Seconds until the end, evaluations included."""
-        ends = self.ends
-        step_s = (ends[-1] - ends[0]) / (len(ends) - 1) if len(ends) > 1 else self.steps[-1]["step_time_s"]
-        eval_s = totalled(self.evals, "eval_time_s") / max(1, len(self.evals))
-        return (self.total - step) * step_s + eval_s * max(0, self.expected - len(self.evals))
+        steps, evals = self.steps[-LAST:], self.evals
+        step_s, eval_s = totalled(steps, "step_time_s") / len(steps), totalled(evals, "eval_time_s")
+        return (self.total - step) * step_s + eval_s / max(1, len(evals)) * max(0, self.expected - len(evals))
 
     def sync(self) -> int:
         """Makes the log durable; returns its bytes."""
         self._flush()
-        try:
+        with self._forgiving():
             os.fdatasync(self.fd)
-        except OSError as error:
-            self._warn(error)
         return self.nbytes
 
     def close(self) -> None:
@@ -108,10 +92,8 @@ class Log:
 
     def draw(self, facts: page.Facts) -> None:
         """Writes report.html."""
-        try:
+        with self._forgiving():
             replace_synced(self.path.with_name("report.html"), page.page([*self.steps, *self.evals], facts).encode())
-        except OSError as error:
-            self._warn(error)
 
     def line(self) -> str:
         """The last line of the run."""
@@ -124,17 +106,13 @@ class Log:
         of = f"{compact(trained)} trained of " if trained else ""
         return ", ".join([*parts, f"{of}{compact(tokens)} tokens, {compact(tokens / max(seconds, 1e-9))} tok/s"])
 
-    def _add(self, record: Record) -> None:
+    def add(self, record: Record) -> None:
+        """Logs a step or an evaluation."""
         self._keep(record)
         line = {key: str(v) if isinstance(v, float) and not math.isfinite(v) else v for key, v in record.items()}
         self.waiting += json.dumps(line).encode() + b"\n"
         self._flush()
-        for tracker in tuple(self.trackers):
-            try:
-                tracker[0](record)
-            except Exception as error:
-                self.trackers.remove(tracker)
-                warn_of_tracker(error)
+        self.trackers = [tracker for tracker in self.trackers if works(partial(tracker[0], record))]
 
     def _keep(self, record: Record) -> None:
         kept = {key: record[key] for key in KEPT if key in record}
@@ -142,7 +120,7 @@ class Log:
 
     def _flush(self) -> None:
         """Writes what waits; a torn line is cut off again."""
-        try:
+        with self._forgiving():
             while self.waiting:
                 written = os.write(self.fd, self.waiting)
                 end = self.waiting.rfind(b"\n", 0, written) + 1
@@ -150,12 +128,15 @@ class Log:
                 if end < written:
                     os.ftruncate(self.fd, self.nbytes)
                 self.waiting = self.waiting[end:]
-        except OSError as error:
-            self._warn(error)
 
-    def _warn(self, error: OSError) -> None:
-        if not self.warned:
-            screen.warn(f"the log in {self.path.parent} cannot be written ({error.strerror}); training continues")
+    @contextmanager
+    def _forgiving(self) -> Iterator[None]:
+        """A context whose OSError is a warning, the first time."""
+        try:
+            yield
+        except OSError as error:
+            if not self.warned:
+                screen.warn(f"the log in {self.path.parent} cannot be written ({error.strerror}); training continues")
             self.warned = True
 
 
@@ -166,14 +147,13 @@ def totalled(records: Iterable[Record], key: str) -> float:
 
 def read_log(path: Path) -> Iterator[Record]:
     """The records of a log.jsonl, without damaged lines. Raises OSError."""
-    with path.open("rb") as lines:
-        for line in lines:
-            try:
-                record = {k: float(v) if v in ("nan", "inf", "-inf") else v for k, v in json.loads(line).items()}
-                if ("loss" in record and {"step_time_s", "tokens", "step"} <= record.keys()) or "eval_time_s" in record:
-                    yield record
-            except (ValueError, AttributeError, TypeError):
-                continue
+    for line in path.read_bytes().splitlines():
+        try:
+            record = {k: float(v) if v in ("nan", "inf", "-inf") else v for k, v in json.loads(line).items()}
+        except (ValueError, AttributeError, TypeError):
+            continue
+        if {"loss", "step_time_s", "tokens", "step"} <= record.keys() or "eval_time_s" in record:
+            yield record
 
 
 def line_of(r: Record, total: int, left: float | None) -> str:
@@ -208,11 +188,11 @@ def perplexity(loss: float) -> str:
 @contextmanager
 def trackers(o: Options, id: str) -> Iterator[list[Tracker]]:
     """A context with the trackers of --log, started before anything takes time. `id`: of the run. Raises InputError."""
-    started, starts = list[Tracker](), {"tensorboard": _tensorboard, "wandb": _wandb}
+    started = list[Tracker]()
     try:
-        for name in (name for name in starts if name in o.log):
+        for name in o.log:
             try:
-                started.append(starts[name](o, id))
+                started += [STARTS[name](o, id)] if name in STARTS else []
             except Exception as error:
                 absent, first = isinstance(error, ImportError), (str(error).strip() or repr(error)).splitlines()[0]
                 why, way = (f"{name} is not installed", f"pip install {name}") if absent else (first, HOW)
@@ -220,14 +200,17 @@ def trackers(o: Options, id: str) -> Iterator[list[Tracker]]:
         yield started
     finally:
         for _, close in started:
-            try:
-                close()
-            except Exception as error:
-                warn_of_tracker(error)
+            works(close)
 
 
-def warn_of_tracker(error: Exception) -> None:
-    screen.warn(f"a tracker of --log has failed and is left out from here on ({error!r})")
+def works(call: Callable[[], object]) -> bool:
+    """Calls a tracker, which may be broken, and warns if it is."""
+    try:
+        call()
+    except Exception as error:
+        screen.warn(f"a tracker of --log has failed and is left out from here on ({error!r})")
+        return False
+    return True
 
 
 def _tensorboard(o: Options, _: str) -> Tracker:
@@ -249,3 +232,6 @@ def _wandb(o: Options, id: str) -> Tracker:
     values = config_file.saved(o)
     run = wandb.init(project="trireme", name=Path(o.out).name, id=id, resume="allow", dir=o.out, config=values)
     return lambda record: run.log(record, step=record["step"]), run.finish
+
+
+STARTS = {"tensorboard": _tensorboard, "wandb": _wandb}

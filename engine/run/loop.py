@@ -3,50 +3,48 @@
 from __future__ import annotations
 
 import difflib
-import json
 import math
 import time
 import zlib
 from collections.abc import Sequence
 from contextlib import ExitStack, closing, suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
 
 from trireme.engine.amounts import count, duration
-from trireme.engine.build import Ahead, Inputs, InRam, dealt, in_ram, with_dropout
+from trireme.engine.build import Ahead, Inputs, InRam, in_ram, with_dropout
 from trireme.engine.check.tuned import in_use
-from trireme.engine.data.dataset import Dataset, MicroBatch, parse_val
+from trireme.engine.data.dataset import Dataset, parse_val
 from trireme.engine.data.find import find
 from trireme.engine.data.taught import is_scores, read_names, taught_by
 from trireme.engine.hosts.group import here
 from trireme.engine.optimizer import StepStats, learning_rate
 from trireme.engine.plan import DoesNotFit
-from trireme.engine.planner.advice import Row, elsewhere
-from trireme.engine.planner.clock import Part
+from trireme.engine.planner.advice import Row
 from trireme.engine.planner.correct import at_work, batch_of, corrected, until_its_end
 from trireme.engine.planner.host import computed_by, memory_in_use
 from trireme.engine.planner.lines import machine_lines, ready_line, took_line
 from trireme.engine.planner.machine import note_drives
 from trireme.engine.planner.predict import predict
-from trireme.engine.planner.rates import Rates, each_machine
+from trireme.engine.planner.rates import each_machine
 from trireme.engine.queues.names import READS
 from trireme.engine.queues.trace import Span, perfetto
 from trireme.engine.run import config_file, folder, page, report, screen
 from trireme.engine.run.after import hub, push
-from trireme.engine.run.evaluate import Evaluator, documents, with_reference
+from trireme.engine.run.evaluate import documents, with_reference
 from trireme.engine.run.folder import Folder
 from trireme.engine.run.job import Job, alternatives, check_options, check_room, make
 from trireme.engine.run.log import Log, Record, Tracker, eval_line, trackers
 from trireme.engine.run.options import TEMPLATES, Options, flag
 from trireme.engine.run.record import Snapshot
-from trireme.engine.run.signals import Stop, if_again, stop_signals
+from trireme.engine.run.signals import Stop, stop_signals
 from trireme.engine.run.state import Training, snapshot_of
 from trireme.engine.step import train_step
 from trireme.models.config import InputError
-from trireme.models.rows import Load, Noise, make_load, neftune
+from trireme.models.rows import Load, make_load, neftune
 from trireme.models.sizes import costs
 from trireme.storage.auxiliary import TEMPLATE
 from trireme.storage.files import replace_synced
@@ -56,7 +54,6 @@ BOUND_EVERY = 50  # steps between timings of queues
 SHORT, SETTLED, WARM = 0.5, 5, 2  # seconds of a short step on a GPU; the step that is traced, of short ones and others
 BUSY = 0.5  # share of a step from which a drive's rate is known
 EXAMPLES = 8  # in report.html
-SOURCES = ("train", "val")  # of a teacher's pass
 
 
 class Interrupted(Exception):
@@ -94,7 +91,7 @@ def train(options: Options, others: Sequence[Tracker] = ()) -> Path:
     if options.dry_run and not options.resume:
         dry_run(options)
         return out
-    with folder.reopened(options) if options.resume else folder.new(options) as place:
+    with folder.opened(options) as place:
         with screen.clock().at("headers"):
             begun = snapshot_of(place, options) if options.resume else None
         if options.dry_run:
@@ -128,26 +125,24 @@ def check_paths(o: Options) -> None:
     if o.val and not hub.data_name(o.val):
         parse_val(o.val)
     if o.out and not (o.resume or o.dry_run or here().host):
-        folder.check_free(Path(o.out), o.model)
+        folder.check_free(Path(o.out))
     if o.model and not hub.model_name(o.model):
         check_checkpoint(Path(o.model))
 
 
 def check_checkpoint(path: Path) -> None:
     """Raises InputError for what is likely meant otherwise than as a checkpoint."""
-    what = "is a file" if path.is_file() else "is not a folder"
-    way = "Give the folder of a checkpoint: config.json, .safetensors."
-    if path.is_dir():
-        suffixes, snapshots = {each.suffix for each in path.iterdir()}, sorted(path.glob("snapshots/*"))
-        if snapshots and path.name.startswith("models--"):
-            what, way = "is a cache of the hub", f"Give the snapshot in it: {quoted(snapshots[-1])}."
-        elif ".gguf" in suffixes and ".safetensors" not in suffixes:
-            what, way = "holds GGUF, which cannot be trained", "Take the safetensors of the same model."
-        else:
-            return
-    elif near := difflib.get_close_matches(path.name, [each.name for each in path.absolute().parent.glob("*/")], 1):
-        way = f"Did you mean {path.with_name(near[0])}?"
-    raise InputError(f"{path} {what}. {way}")
+    what, way = "is a file", "Give the folder of a checkpoint: config.json, .safetensors"
+    if not path.exists():
+        near = difflib.get_close_matches(path.name, [each.name for each in path.absolute().parent.glob("*/")], 1)
+        what, way = "is not a folder", f"Did you mean {path.with_name(near[0])}?" if near else way
+    elif snapshots := sorted(path.glob("snapshots/*")):
+        what, way = "is a cache of the hub", f"Give the snapshot in it: {quoted(snapshots[-1])}"
+    elif any(path.glob("*.gguf")) and not any(path.glob("*.safetensors")):
+        what, way = "holds GGUF, which cannot be trained", "Take the safetensors of the same model"
+    elif path.is_dir():
+        return
+    raise InputError(f"{path} {what}. {way}.")
 
 
 def dry_run(o: Options) -> None:
@@ -190,12 +185,12 @@ def with_teacher(job: Job, place: Folder, begun: Snapshot | None) -> Job:
     """The job with the teacher's rows in its data; a checkpoint scores the data first, into .run/teacher. A pass that
     was killed goes on. Raises InputError, CheckpointError, DoesNotFit, StoreError.
     """
-    teacher, teaching = job.options.teacher, job.cfg.teaching
+    teacher, teaching, held = job.options.teacher, job.cfg.teaching, job.data.held_out
     if not teacher or teaching is None:
         return job
-    is_model, held = not is_scores(Path(teacher)), job.data.held_out
+    is_model = not is_scores(Path(teacher))
     scores = place.run / "teacher" if is_model else Path(teacher)
-    sources = dict(zip(SOURCES, [job.data, *([held] if held else [])], strict=False))
+    sources = {"train": job.data} | ({"val": held} if held else {})
 
     def taught() -> dict[str, Dataset]:
         names = read_names(scores)
@@ -203,9 +198,8 @@ def with_teacher(job: Job, place: Folder, begun: Snapshot | None) -> Job:
 
     with screen.clock().at("reference"):
         read = dict[str, Dataset]()
-        if begun and is_model:  # the pass is complete, unless something was lost: then the teacher is needed again
-            with suppress(InputError, OSError):
-                read = taught()
+        with suppress(InputError, OSError):  # if something was lost, the teacher is needed again
+            read = taught() if begun else read
         if is_model and not read:
             from trireme.engine.run.after import score  # late: it imports this folder's modules
 
@@ -227,14 +221,11 @@ class Run:
         self.done = training.progress
         out = self.place.run if here().host else job.out
         self.log = Log(out, job.total_steps, job.work.evaluations, self.done.log, others)
-        self.stop = Stop(job.total_steps, lambda: training.last_snapshot, here().hosts == 1)
+        self.stop = Stop(self.done.step, job.total_steps)
         self.saved = self.exported = self.evaluated = time.monotonic()
         self.bound = ""  # busiest queue of the last traced step
         is_short = job.on_gpu and job.forecast.step.step_s < SHORT
         self.warm = self.done.step + (SETTLED if is_short else WARM)
-        self.first_s = 0.0  # of the first step
-        self.estimated = dict[Part, float]()
-        self.sustained = list[Rates]()  # of drives, in traced steps
 
     @property
     def job(self) -> Job:
@@ -242,82 +233,58 @@ class Run:
 
     def go(self) -> None:
         """Raises Interrupted, InputError, StoreError, LostHost."""
-        if self.job.on_gpu:
-            self.estimated = screen.clock().with_spent(report.estimate(self.job, self.done.step))
         with ExitStack() as stack:
             stack.enter_context(in_use(self.job.launches))
             stack.callback(self.log.close)
             stack.enter_context(closing(self.training))
-            stack.push(lambda _, error, __: tell_hosts(error))
-            self.load()
-            job = self.job
-            self.evaluator = Evaluator(self.training.engine, job.rows, job.options.seq_len or 0, job.n_micro)
-            with stop_signals(self.stop.ask, self.stop.insist), closing(Ahead(self.batch)) as ahead:
-                self.steps(ahead)
-                self.end()
+            try:
+                ending = lambda: screen.urgent(f"\nexited immediately. {self.training.last_snapshot}")
+                with stop_signals(self.stop.ask, ending), closing(Ahead(self.batch)) as ahead:
+                    self.load()
+                    self.steps(ahead)
+                    self.end()
+            except Interrupted:
+                raise
+            except BaseException as error:
+                here().failed(error)  # before cleanup that waits for other hosts
+                raise
 
     def load(self) -> None:
         """Loads the engine. A signal takes effect between two pieces, when no request to a drive is in flight."""
-        asked, training, begun = list[int](), self.training, self.training.begun
-
-        def ask(number: int) -> None:
-            asked.append(number)
-            screen.urgent(f"\n  leaving{if_again(number)}")
-
-        stopped = lambda: bool(asked)
-        lost = begun is not None and here().first(  # host 0 alone has them
-            not here().host and not self.place.holds_best(self.done, training.again)
-        )
-        if lost and self.done.best_step != self.done.step:
+        training, begun, stopped = self.training, self.training.begun, lambda: self.stop.asked
+        if begun and here().first(not here().host and not self.place.holds_best(self.done.best_step)):
             self.lose_best()
-        with stop_signals(ask, lambda: screen.urgent("\nexited immediately")):
+        with screen.clock().at("load"), training.watched("loading"):
             training.build(stopped)
             if not begun:
                 training.load_checkpoint(stopped)
             with_reference(training, stopped)
             if begun:
                 training.load_snapshot(stopped)
-        if asked:
+        if stopped():
             raise KeyboardInterrupt
+        self.stop.loading = False
         if self.place.common:
             training.save_share(self.log.sync)
         if self.job.data.teacher:
             training.fixed = replace(training.fixed, teacher=self.job.data.teacher.key)
         if begun:
             screen.say(f"resumed at step {self.done.step:,}")
-            if lost and self.done.best_step is not None:
-                screen.warn("the best weights are lost or changed: they are written again from the snapshot")
-                training.keep_best()
-            self.warn_of_rate()
 
     def lose_best(self) -> None:
         """Goes on without the best weights. Raises InputError if they may become the output."""
-        path, o = self.place.best(self.done.best_step), self.job.options
-        what = f"the best weights, in {path}, are lost or changed"
+        o, what = self.job.options, f"the best weights, in {self.place.best(self.done.best_step)}, are lost or changed"
         if o.export == "best":
             way = "Restore them from a copy, or let the last weights be the output: --export last"
             raise InputError(f"--resume {o.out}: {what}. {way}.")
         screen.warn(f"{what}: OUT/best will be of a later evaluation")
         self.done.best = self.done.best_step = None
 
-    def warn_of_rate(self) -> None:
-        """Warns if the learning rate rises where a longer run goes on."""
-        step, total = self.done.step, self.job.total_steps
-        before = self.log.steps[-1]["learning_rate"] if self.log.steps else math.inf
-        now = self.rate(step + 1)
-        if self.job.options.warmup_steps(total) < step < total and now > 1.001 * before:
-            screen.warn(f"the learning rate rises from {before:.1e} to {now:.1e}: the schedule is of the longer run")
-
-    def rate(self, step: int) -> float:
-        o, total = self.job.options, self.job.total_steps
-        return learning_rate(step, total, o.lr or 0.0, o.schedule, o.warmup_steps(total))
-
     def steps(self, ahead: Ahead[int, list[InRam]]) -> None:
         done, o, total, training = self.done, self.job.options, self.job.total_steps, self.training
         due = lambda every, moment: here().first(every.due(done.step, total, time.monotonic() - moment))
         if done.step == 0 or due(o.eval_every, self.evaluated):  # also one that a signal broke off
             self.evaluate()
-        self.stop.begins(done.step + 1)
         while done.step < self.stop.last and not (o.patience and done.worse >= o.patience):
             self.step(ahead)
             if due(o.eval_every, self.evaluated):
@@ -329,7 +296,6 @@ class Run:
             if due(o.save_every, self.saved):
                 training.save(self.log.sync)
                 self.saved = time.monotonic()
-            self.stop.begins(done.step + 1)
         if self.stop.leaving:
             training.save(self.log.sync)
             screen.say(f"stopped  {o.out} is saved at step {done.step:,}. Resume: trireme --resume {quoted(o.out)}")
@@ -340,16 +306,16 @@ class Run:
     def step(self, ahead: Ahead[int, list[InRam]]) -> None:
         job, done, training, group = self.job, self.done, self.training, here()
         queues, number, began = training.queues, done.step + 1, time.perf_counter()
-        moved = queues.moved.copy()
+        self.stop.begun, moved = number, queues.moved.copy()
         queues.tracing = job.options.trace or number == self.warm or done.step % BOUND_EVERY == 0
-        rate = self.rate(number)
+        o, total = job.options, job.total_steps
+        rate = learning_rate(number, total, o.lr or 0.0, o.schedule, o.warmup_steps(total))
         with screen.clock().at("steps"), training.watched(f"step {number:,}"):
             batch = ahead.take(done.step, number if number < job.total_steps else None)
             tokens = sum(mb.tokens for mb in batch)
             loads = [make_load(job.cfg, tokens, job.options.router_aux, device) for device in queues.devices]
-            weight, correct = sum(mb.weight for mb in batch), self.evaluator.counter(job.preference)
-            own = dealt(batch, group.host, group.hosts)
-            micro = [self.evaluator.inputs(mb, loads, correct) for mb in own]
+            weight, correct = sum(mb.weight for mb in batch), training.evaluator.counter(job.preference)
+            micro = training.evaluator.dealt(batch, loads, correct)
             stats = train_step(training.engine, micro, number, rate, weight, job.preference, documents(batch))
         if not np.isfinite([stats.loss, stats.grad_norm]).all():
             training.engine.gradients.discard()  # updates made during backward stay; only a snapshot undoes them
@@ -358,7 +324,7 @@ class Run:
             way = "Lower --lr, or look at the data of this step"
             raise InputError(f"step {number:,}: {figures}. {training.last_snapshot}. {way}.")
         done.step = number
-        self.stop.hear(group.any(self.stop.asked and not self.stop.alone))
+        self.stop.agree()
         seconds = time.perf_counter() - began
         spans = self.trace() if queues.tracing else []
         queues.tracing = False  # what happens between steps is of none
@@ -368,19 +334,20 @@ class Run:
             record["accuracy"] = round(sum(group.values(float(correct))) / weight, 6)
         with training.watched("log"):
             self.log.step(record)
-        self.first_s = self.first_s or seconds
         if number == self.warm or (number > self.warm and spans and job.on_gpu and job.plan.uses("ssd")):
             self.correct(spans, micro, seconds * job.work.tokens / max(1, tokens))
 
     def batch(self, step: int) -> list[InRam]:
         """The micro-batches of a step, from 0. Runs in another thread."""
-        job, first, made = self.job, 0, list[InRam]()
-        apart = job.options.method == "kto"
-        for mb in job.data.step(step, job.options.batch_size, job.rows):
-            trained = mb.halves()[0] if apart else mb
-            made.append(in_ram(job.cfg, mb, job.on_gpu, noise_of(job, step, trained, first), apart))
-            first += sum(trained.lengths)
-        return with_dropout(job.cfg, made, job.options.seed, step)
+        job, o, first, made, noise = self.job, self.job.options, 0, list[InRam](), None
+        apart, key = o.method == "kto", zlib.crc32(f"neftune {o.seed} {step}".encode()) >> 1
+        for mb in job.data.step(step, o.batch_size, job.rows):
+            lengths = (mb.halves()[0] if apart else mb).lengths
+            if o.neftune:  # a function of the seed, the step and the place in the step
+                noise = neftune(job.cfg, lengths, o.neftune, key, first)
+            made.append(in_ram(job.cfg, mb, job.on_gpu, noise, apart))
+            first += sum(lengths)
+        return with_dropout(job.cfg, made, o.seed, step)
 
     def record(self, stats: StepStats, rate: float, batch: Sequence[InRam], seconds: float, read: float) -> Record:
         job, tokens, trained = self.job, sum(mb.tokens for mb in batch), sum(mb.trained for mb in batch)
@@ -422,60 +389,46 @@ class Run:
         with clock.at("plan"):
             predicted = predict(job.cfg, job.plan, job.machine.rates, batch_of(micro))
             rates = corrected(job.machine.rates, predicted, spans, seconds)
-        if self.done.step != self.warm:
-            if predicted.busy["ssd"] > BUSY * predicted.step_s:
-                self.sustained = sorted([*self.sustained, rates], key=lambda each: each.ssd_read)
-                note_drives(self.sustained[len(self.sustained) // 2], folder.stores(job.options))
-            return
-        with clock.at("plan"):
+            if self.done.step != self.warm:
+                if predicted.busy["ssd"] > BUSY * predicted.step_s:
+                    note_drives(rates, folder.stores(job.options))
+                return
             job = self.training.job = replace(job, machine=replace(job.machine, rates=rates))
             after = report.estimate(job, self.done.step, measured=True)
-            movable = job.on_gpu and left and not job.options.plan and job.plan.hosts == 1
-            choice = elsewhere(job.forecast, left) if movable else None
-        if job.on_gpu:
-            usual = job.forecast.step.step_s
-            beyond = max(0.0, self.first_s - usual) + max(0.0, seconds - usual)  # the second has the first updates
-            clock.move(beyond, "steps", "compile")
-        self.estimated = self.estimated or clock.with_spent(after)
         if left:
             speed = f"predicted {predicted.step_s:.3g} s a step, measured {seconds:.3g} s; " if job.on_gpu else ""
             screen.say(f"ready    {speed}{count(left, 'more step')} in {duration(after['steps'])}; {ready_line(after)}")
-        if choice:
-            path = job.out / "plan.json"
-            replace_synced(path, json.dumps(asdict(choice.plan)).encode())
-            way = f"interrupt the run, then: trireme --resume {quoted(job.out)} --plan {quoted(path)}"
-            screen.say(f"plan     another placement would take {choice.step.step_s:.3g} s a step: {way}")
 
     # ------------------------------------------------------------ evaluations
 
     def evaluate(self) -> None:
         """Evaluates. If the run is asked to stop meanwhile, the result is dropped: the resumed run evaluates again."""
-        job, done, held, began = self.job, self.done, self.job.data.held_out, time.monotonic()
+        job, done, held, training = self.job, self.done, self.job.data.held_out, self.training
         if held is None or done.evaluated == done.step or self.stop.leaving:
             return
-        stopped = lambda: self.stop.leaving
-        with screen.clock().at("evaluations"), self.training.watched("evaluation"):
-            loss, metrics = self.evaluator.loss(held, job.preference, done.eval_rows, stopped)
-            samples = self.evaluator.samples(held, job.opened.codec, 1, stopped)
+        began, stopped = time.monotonic(), lambda: self.stop.leaving
+        with screen.clock().at("evaluations"), training.watched("evaluation"):
+            loss, metrics = training.evaluator.loss(held, job.preference, done.eval_rows, stopped)
+            samples = training.evaluator.samples(held, job.opened.codec, 1, stopped)
         if self.stop.leaving:
             return
         record: Record = {"step": done.step, "epoch": self.epoch, "eval_loss": loss}
         record |= {f"eval_{name}": round(value, 6) for name, value in metrics.items()}
         record |= {"eval_time_s": round(time.monotonic() - began, 3), "wall_time": round(time.time(), 3)}
         record |= {"sample": samples[0].text} if samples else {}
-        with self.training.watched("log"):
-            self.log.eval(record)
-        lowest = min((x for x in (done.start, done.best) if x is not None), default=math.inf)
-        done.worse, note = 0 if loss < lowest else done.worse + 1, ""
+        with training.watched("log"):
+            self.log.add(record)
+        note, above = "", done.start is not None and not loss < done.start
         if not done.step:
             done.start = loss
         else:
-            if loss < (math.inf if done.best is None else done.best):
+            is_best = loss < (math.inf if done.best is None else done.best)
+            done.worse = 0 if is_best and not above else done.worse + 1
+            if is_best:
                 done.best, done.best_step = loss, done.step
-                self.training.keep_best()
-            above = done.start is not None and not loss < done.start
-            best = " (best)" if done.best_step == done.step else f" (best {done.best:.4f})"
-            note = f" (before training {done.start:.4f})" if above else best
+                training.keep_best()
+            note = f" (before training {done.start:.4f})" if above else f" (best {done.best:.4f})"
+            note = " (best)" if is_best and not above else note
         self.evaluated, done.evaluated = time.monotonic(), done.step
         shown = record if done.step or not job.preference else {"eval_loss": loss}  # pairs are ties before training
         text = f"  {record['sample']!r}" if samples else ""
@@ -512,11 +465,14 @@ class Run:
             training.export()
             if not is_last:
                 training.write_best()
-        self.warn_of_worse(best)
+        loss = done.best if best else self.log.evals[-1]["eval_loss"] if self.log.evals else None
+        if done.start is not None and loss is not None and not loss < done.start:
+            figures = f"eval_loss {loss:.4f}, before training {done.start:.4f}"
+            screen.warn(f"on --val the output is not better than the model before training: {figures}. Lower --lr")
         screen.say(self.log.line())
-        stopped = lambda: self.stop.leaving
+        data, stopped = job.data.held_out or job.data, lambda: self.stop.leaving
         with training.watched("samples"):
-            samples = self.evaluator.samples(job.data.held_out or job.data, job.opened.codec, 0 if best else 3, stopped)
+            samples = training.evaluator.samples(data, job.opened.codec, 0 if best else 3, stopped)
         for prompt, text, ended in samples:
             shortened = prompt if len(prompt) <= 80 else f"...{prompt[-80:]}"
             screen.say(f"sample   {shortened!r} -> {text!r}{'' if ended else ' ...'}")
@@ -524,51 +480,31 @@ class Run:
         with screen.clock().at("close"), training.watched("close"):
             training.close()
             self.log.sync()
-        self.draw()  # the last file that a kill could leave half written
-        with screen.clock().at("close"), training.watched("close"):
+            self.draw()  # the last file that a kill could leave half written
             here().meet()  # hosts besides the first have nothing that is output
-            self.place.finish(o.keep_state, aside if not here().host else None, training.again)
+            self.place.finish(o.keep_state, aside if not here().host else None)
         for line in self.about_output(aside) if not here().host else ():
             screen.say(line)
-        screen.say(f"took     {took_line(screen.clock(), self.estimated)}")
-
-    def warn_of_worse(self, best: bool) -> None:
-        """Warns if the run has diverged, or its output is not better than the model before training."""
-        start = self.done.start
-        if self.log.diverges:
-            first, last = self.log.first_and_recent
-            if not last < first:
-                screen.warn(f"the run diverged, loss {first:.4g} -> {last:.4g}: the output is of no use. Lower --lr")
-        loss = self.done.best if best else self.log.evals[-1]["eval_loss"] if self.log.evals else None
-        if start is not None and loss is not None and not loss < start:
-            figures = f"eval_loss {loss:.4f}, before training {start:.4f}"
-            screen.warn(f"on --val the output is not better than the model before training: {figures}. Lower --lr")
+        screen.say(f"took     {took_line(screen.clock())}")
 
     def about_output(self, aside: int | None) -> list[str]:
         """What the run has made, and what to do with it."""
-        o, out, job, done = self.job.options, quoted(self.job.out), self.job, self.done
+        o, out, job = self.job.options, quoted(self.job.out), self.job
         names = sorted(path.name + "/" * path.is_dir() for path in job.out.iterdir() if not path.name.startswith("."))
         lines = [f"output   {out}: {', '.join(names)}; written, read back, compared"]
         if aside is not None:
-            which = f"eval_loss {done.best:.4f} at step {aside:,}"
+            which = f"eval_loss {self.done.best:.4f} at step {aside:,}"
             lines.append(f"best     {out}/best: {which}; to be the output: --export best")
         codec = job.opened.codec
         chats = TEMPLATE in job.source.auxiliary or (codec is not None and codec.facts.template is not None)
         how = f"sample {out} --chat" if chats else f"sample {out} --prompt TEXT"
         lines.append(f"try it   trireme {f'score {out} --data FILE --out DIR' if job.cfg.scores else how}")
-        whole = out if not job.cfg.lora else f"{out}/merged" if o.merge else ""
-        if whole:
+        use = f"trireme merge {out} --out DIR; or as an adapter of peft for {hub.base_of(o.model)[0]}"
+        if o.merge or not job.cfg.lora:
+            whole = f"{out}/merged" if job.cfg.lora else out
             use = f'{job.cfg.opener}.from_pretrained("{whole}")'
             use += f"; llama.cpp: convert_hf_to_gguf.py {whole}" if not job.cfg.scores else ""
-        else:
-            use = f"trireme merge {out} --out DIR; or as an adapter of peft for {hub.base_of(o.model)[0]}"
         return [*lines, f"use it   {use}", f"again    trireme --config {out}/config.yaml"]
-
-
-def tell_hosts(error: BaseException | None) -> None:
-    """Tells other hosts why this one ends, before cleanup that waits for them."""
-    if error is not None and not isinstance(error, Interrupted):
-        here().failed(error)
 
 
 def load_record(load: Load | None) -> Record:
@@ -583,9 +519,3 @@ def load_record(load: Load | None) -> Record:
     shares = counted / counted.sum(1, keepdim=True)
     record: Record = {"expert_share": round(float(shares.max()), 4), "experts_idle": int((counted == 0).sum())}
     return record | ({"router_aux": round(load.loss(), 6)} if load.weight else {})
-
-
-def noise_of(job: Job, step: int, mb: MicroBatch, first: int) -> Noise | None:
-    """The noise of --neftune: a function of the seed, the step and the place in the step."""
-    key = zlib.crc32(f"neftune {job.options.seed} {step}".encode()) >> 1
-    return neftune(job.cfg, mb.lengths, job.options.neftune, key, first) if job.options.neftune else None

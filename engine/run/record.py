@@ -30,18 +30,12 @@ def read(path: Path, cls: type[T]) -> T | None:
 
 
 def of(cls: type[T], fields: dict[str, Any], where: str) -> T:
-    """A dataclass from the JSON of its `asdict`, whose checksum was compared. Unknown keys are dropped, absent ones
-    have their defaults. Raises InputError if one has none.
-    """
+    """A dataclass from the JSON of its `asdict`, whose checksum was compared. Raises InputError if keys differ."""
     hints: dict[str, Any] = get_type_hints(cls)
-    known = {name: value for name, value in fields.items() if name in hints}
-    for name in known:
-        if hints[name] is Plan:
-            known[name] = Plan.of(known[name])
-        elif is_dataclass(hints[name]):
-            known[name] = of(hints[name], known[name], where)
+    nested = {name: value for name, value in fields.items() if is_dataclass(hints.get(name))}
+    made = {n: Plan.of(v) if hints[n] is Plan else of(hints[n], v, where) for n, v in nested.items()}
     try:
-        return cls(**known)
+        return cls(**fields | made)
     except TypeError as error:
         raise InputError(f"{where} is of another version of trireme ({error}). Start again.") from None
 
@@ -78,7 +72,7 @@ class Fixed:
     date: str | None  # that chat templates take for today
     launches: str = ""  # digest of the settings of kernels, if they are not the usual ones
     base: dict[str, str] = field(default_factory=dict)  # checksums of frozen weights, by unit
-    reference: str = ""  # key of the reference's numbers
+    reference: str = ""  # checksum of the reference's weights
     teacher: str = ""  # key of the teacher's scores
 
     def on(self, host: int, hosts: int) -> Fixed:
@@ -113,11 +107,16 @@ class Snapshot:
 
 @dataclass(frozen=True)
 class Best:
-    """best.json: which weights are there, and their files' checksums."""
+    """best.json: the checksums of the files next to it."""
 
-    step: int
-    eval_loss: float
     files: dict[str, str]
+
+
+@dataclass(frozen=True)
+class Reference:
+    """.run/reference.json: log-probabilities of all documents by the model before training."""
+
+    logps: list[float]
 
 
 @dataclass(frozen=True)

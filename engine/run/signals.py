@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+from trireme.engine.hosts.group import here
 from trireme.engine.run import screen
 
 LEFT = 130  # exit code
@@ -21,44 +22,29 @@ NOTICES = (signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 STOPS = (signal.SIGINT, signal.SIGTERM, *NOTICES)
 
 
-def if_again(number: int) -> str:
-    """What a second signal like the first one, `number`, does: to end the line that answers the first."""
-    return "" if number in NOTICES else "; again: exit immediately"
-
-
 class Stop:
-    """A request to stop after the current step."""
+    """A request to stop after the step that has begun."""
 
-    def __init__(self, total: int, last_snapshot: Callable[[], str], alone: bool = True):
-        """`alone`: there is one host. With several, the hosts agree first, and then `hear` is called."""
-        self.total, self.last_snapshot, self.alone = total, last_snapshot, alone
-        self.asked = False
-        self.last = total  # last step to do
-        self.begun = 0
+    def __init__(self, step: int, total: int):
+        self.begun, self.last, self.total = step, total, total  # the step that is done now; the last one to do
+        self.asked, self.loading = False, True
 
     @property
     def leaving(self) -> bool:
         """Whether the run stops before its last step."""
         return self.last < self.total
 
-    def begins(self, step: int) -> None:
-        """From now on a signal lets `step` finish."""
-        self.begun = min(step, self.total)
-
     def ask(self, number: int) -> None:
-        """Handles the first signal."""
+        """Handles the first signal. Several hosts go on until they agree."""
         self.asked = True
-        self.hear(self.alone)
-        screen.urgent(f"\n  finishing step {self.begun:,} and saving{if_again(number)}")
+        self.last = self.begun if here().hosts == 1 else self.last
+        what = "leaving" if self.loading else f"finishing step {self.begun:,} and saving"
+        screen.urgent(f"\n  {what}{'' if number in NOTICES else '; again: exit immediately'}")
 
-    def hear(self, asked: bool) -> None:
-        """To be called with whether any host was asked to stop."""
-        if asked:
+    def agree(self) -> None:
+        """To be called by all hosts after each step."""
+        if here().any(self.asked):
             self.last = self.begun
-
-    def insist(self) -> None:
-        """Handles the second signal."""
-        screen.urgent(f"\nexited immediately. {self.last_snapshot()}")
 
 
 class Handler:
@@ -71,11 +57,7 @@ class Handler:
         self.signals.append(number)
         if len(self.signals) == 1:
             self.first(number)
-        elif number in NOTICES:
-            return
-        elif sum(n not in NOTICES for n in self.signals) == 1:
-            screen.urgent("\n  already stopping; again: exit immediately")
-        else:
+        elif number not in NOTICES and sum(n not in NOTICES for n in self.signals) > 1:
             self.second()
             os._exit(LEFT)
 
@@ -83,7 +65,7 @@ class Handler:
 @contextmanager
 def stop_signals(first: Callable[[int], None], second: Callable[[], None]) -> Iterator[None]:
     """A context in which the first signal calls first(number), and a second one that is no notice calls second() and
-    exits. After notices the first other signal is answered with a line.
+    exits; the first that comes after notices alone does nothing.
 
     Where it is used within itself, what the inner one has had counts in the outer one too: a second signal while the
     first unwinds ends the process. Signals belong to the main thread: in another nothing changes.

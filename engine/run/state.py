@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from functools import partial
@@ -24,7 +24,8 @@ from trireme.engine.queues.real import RealQueues
 from trireme.engine.queues.watchdog import leave, patience, watched
 from trireme.engine.run import config_file, record, screen
 from trireme.engine.run.after import hub
-from trireme.engine.run.folder import KNOWN, Folder, Save, discard, stores_by_host
+from trireme.engine.run.evaluate import Evaluator
+from trireme.engine.run.folder import KNOWN, Folder, Save, stores_by_host
 from trireme.engine.run.job import Job
 from trireme.engine.run.options import Options
 from trireme.engine.run.record import Progress, Snapshot, State
@@ -37,7 +38,7 @@ from trireme.engine.updates import AdamW
 from trireme.kernels import host_adamw
 from trireme.models.config import InputError
 from trireme.storage import folders
-from trireme.storage.auxiliary import CONTENT, TEMPLATE
+from trireme.storage.auxiliary import TEMPLATE
 from trireme.storage.files import NoSnapshot, StoreError, remove_folders, replace_synced, stream
 from trireme.storage.shards import DAMAGED, Damaged
 from trireme.storage.snapshots import way_back
@@ -102,17 +103,16 @@ class Training:
         self.best_kept = False  # in RAM alone
         self.sums = dict[str, str]()  # checksums of all weights, as they were loaded from the checkpoint
         self.exported = 0  # bytes of checkpoints, by this process
-        self._engine: Engine | None = None
+        self._evaluator: Evaluator | None = None
+
+    @property
+    def evaluator(self) -> Evaluator:
+        assert self._evaluator is not None, "the engine is loaded"
+        return self._evaluator
 
     @property
     def engine(self) -> Engine:
-        assert self._engine is not None, "the engine is loaded"
-        return self._engine
-
-    @property
-    def again(self) -> Mapping[str, CONTENT]:
-        """Files of the output besides weights, which can be made again."""
-        return {} if self.job.cfg.lora else self.job.source.auxiliary
+        return self.evaluator.e
 
     @property
     def written(self) -> int:
@@ -147,32 +147,28 @@ class Training:
         Raises DoesNotFit, InputError, StoreError; KeyboardInterrupt between two pieces if `stopped()`.
         """
         job, o = self.job, self.job.options
-        with screen.clock().at("load"), self.watched("loading"):
-            if isinstance(job.source, Cached) and not job.source.is_made():
-                what = f"quantizing the base to {job.source.base}"
-                with loading(what, job.source.file_bytes, stopped) as progressed:
-                    job.source.make(progressed)
-            hold_to(job.limits, job.device)
-            adamw = AdamW(o.betas[0], o.betas[1], weight_decay=o.weight_decay or 0.0, max_grad_norm=o.max_grad_norm)
-            files, wire = self._base_files(), here().wire
-            e = build(job.cfg, job.plan, job.limits, self.queues, adamw=adamw, store=self.store, files=files, wire=wire)
-            self._engine = e
-            if e.memory.refused:
-                pinned = e.memory.used("ram") - e.memory.refused
-                note_pinned(job.device, pinned)
-                screen.warn(
-                    f"CUDA pins {gib(pinned)} of RAM, the plan uses {gib(e.memory.used('ram'))}: copies of the rest "
-                    f"are several times slower. The next run plans with {gib(pinned)}, unless --ram is given"
-                )
-            if reason := host_adamw.why_slow():
-                screen.warn(f"AdamW runs in torch on the CPU, several times slower: {reason}")
-            e.placement.space.claim(self.store.devices)
-            if self.begun is None or self.folder.common:
-                self.store.clear()
-                for shard in e.placement.shards():
-                    self.store.add(shard.name, shard.layout, weights=shard.entry.kind == "weights")
-                if job.plan.stored_on_ssd:
-                    self.store.reserve()
+        if isinstance(job.source, Cached) and not job.source.is_made():
+            with loading(f"quantizing the base to {job.source.base}", job.source.file_bytes, stopped) as progressed:
+                job.source.make(progressed)
+        hold_to(job.limits, job.device)
+        adamw = AdamW(o.betas[0], o.betas[1], weight_decay=o.weight_decay or 0.0, max_grad_norm=o.max_grad_norm)
+        files, wire = self._base_files(), here().wire
+        e = build(job.cfg, job.plan, job.limits, self.queues, adamw=adamw, store=self.store, files=files, wire=wire)
+        self._evaluator = Evaluator(e, job.rows, o.seq_len or 0, job.n_micro)
+        if e.memory.refused:
+            planned, pinned = e.memory.used("ram"), e.memory.used("ram") - e.memory.refused
+            note_pinned(job.device, pinned)
+            way = f"Copies of the rest are several times slower; the next run plans with {gib(pinned)}"
+            screen.warn(f"CUDA pins {gib(pinned)} of RAM, the plan uses {gib(planned)}. {way}, unless --ram is given")
+        if reason := host_adamw.why_slow():
+            screen.warn(f"AdamW runs in torch on the CPU, several times slower: {reason}")
+        e.placement.space.claim(self.store.devices)
+        if self.begun is None or self.folder.common:
+            self.store.clear()
+            for shard in e.placement.shards():
+                self.store.add(shard.name, shard.layout, weights=shard.entry.kind == "weights")
+            if job.plan.stored_on_ssd:
+                self.store.reserve()
 
     def _base_files(self) -> CheckpointBase | None:
         """Reads frozen weights on the SSD from the user's checkpoint; None if they are copied to scratch space."""
@@ -190,48 +186,36 @@ class Training:
     def load_checkpoint(self, stopped: Stopped) -> None:
         """Fills the engine with the model before training."""
         job, placement, adapter = self.job, self.engine.placement, self.job.opened.adapter
-        with screen.clock().at("load"), self.watched("loading"):
-            exchange = Exchange(job.cfg, job.source, placement, adapter.values if adapter else None)
-            with loading("loading", placement.nbytes() + placement.frozen_bytes, stopped) as progressed:
-                exchange.load(progressed)
-            self.sums = exchange.base | {"trained": exchange.trained}
-            here().agree("weights", self.sums, "Copy host 0's checkpoint")
-            self._check_frozen(exchange.base)
+        exchange = Exchange(job.cfg, job.source, placement, adapter.values if adapter else None)
+        with loading("loading", placement.nbytes() + placement.frozen_bytes, stopped) as progressed:
+            exchange.load(progressed)
+        self.sums = exchange.base | {"trained": exchange.trained}
+        here().agree("weights", self.sums, "Copy host 0's checkpoint")
+        self._check_frozen(exchange.base)
 
     def load_snapshot(self, stopped: Stopped) -> None:
         """Fills the engine with the last snapshot, and what is frozen from the checkpoint."""
         placement, common = self.engine.placement, self.folder.common
-        with screen.clock().at("load"), self.watched("loading"):
-            if self.sums and not common:  # the model before training is there, which was needed once more
-                self.store.restore()
-            with loading("loading", placement.nbytes(), stopped) as progressed:
-                if common:
-                    load_share(placement, common, progressed)
-                else:
-                    self._read_snapshot(progressed)
-            if placement.frozen_bytes:
-                exchange = Exchange(self.job.cfg, self.job.source, placement)
-                with loading("loading what is frozen", placement.frozen_bytes, stopped) as progressed:
-                    exchange.load_base(progressed)
-                self._check_frozen(exchange.base)
-
-    def _read_snapshot(self, progressed: Callable[[int], None]) -> None:
-        placement, stored = self.engine.placement, {name: shard.layout for name, shard in self.store.shards.items()}
-        assert stored == {shard.name: shard.layout for shard in placement.shards()}, "what a run keeps decides these"
-        try:
-            load_from_store(placement, progressed)
-        except Damaged as damage:
-            way = way_back(self.store.paths[0] / self.store.snapshots[-1].folder)
-            raise StoreError(damage.errno, f"{DAMAGED}. {way}", damage.filename) from damage
+        if self.sums and not common:  # the model before training is there, which was needed once more
+            self.store.restore()
+        with loading("loading", placement.nbytes(), stopped) as progressed:
+            try:
+                load_share(placement, common, progressed) if common else load_from_store(placement, progressed)
+            except Damaged as damage:
+                way = way_back(self.store.paths[0] / self.store.snapshots[-1].folder)
+                raise StoreError(damage.errno, f"{DAMAGED}. {way}", damage.filename) from damage
+        if placement.frozen_bytes:
+            exchange = Exchange(self.job.cfg, self.job.source, placement)
+            with loading("loading what is frozen", placement.frozen_bytes, stopped) as progressed:
+                exchange.load_base(progressed)
+            self._check_frozen(exchange.base)
 
     def _check_frozen(self, base: dict[str, str]) -> None:
         """Keeps the checksums of frozen weights. Raises InputError if they are not those that the run began with."""
         for unit, sum in base.items():
             if self.fixed.base.setdefault(unit, sum) != sum:
-                raise InputError(
-                    f"--resume {self.job.out}: the frozen weights of {unit} in {self.job.options.model} are not those "
-                    "that the run began with. Restore the checkpoint."
-                )
+                what = f"the frozen weights of {unit} in {self.job.options.model} are not those of its beginning"
+                raise InputError(f"--resume {self.job.out}: {what}. Restore the checkpoint.")
 
     def check_base(self, copied: bool) -> None:
         """Raises StoreError if frozen weights that steps read, or that are to be `copied`, have changed."""
@@ -263,7 +247,7 @@ class Training:
         for host, dirs in gone.items():
             with self.watched("removing what other hosts left"):
                 folders.discard([path for path in dirs if folders.run_of(path) == self.folder.state.id])
-                discard(self.folder.run / f"host-{host}", KNOWN, aside=self.job.out / "run.left")
+                self.folder.discard(self.folder.run / f"host-{host}", KNOWN)
 
     def _commit(self, log: Callable[[], int], keep: int | None = None) -> None:
         done, placement = self.progress, self.engine.placement
@@ -289,35 +273,32 @@ class Training:
             self._best.take()
 
     def write_best(self) -> None:
-        """Writes the best weights so far, unless they are written."""
+        """Writes the best weights so far, unless they are written. Those that the last snapshot names stay."""
         if self.best_kept:
             last = self.store.snapshots[-1].extra["progress"]["best_step"] if self.store.snapshots else None
-            self._export(lambda save: self.folder.write_best(self.progress, last, save), self._best)
+            self.folder.drop_best(last)
+            best = self.folder.best(self.progress.best_step)
+            self._export(lambda save: self.folder.replace(best, save, note=True), self._best)
             self.best_kept = False
 
     # ------------------------------------------------------------ exported
 
     def export(self, step: int | None = None) -> None:
         """Writes the weights to OUT, or to OUT/step-N; reads them back."""
-
-        def write(save: Save) -> None:
-            if step is not None:
-                self.folder.replace(self.job.out / f"step-{step}", save)
-                return
-            save(self.job.out)
+        out = self.job.out
+        self._export(lambda save: save(out) if step is None else self.folder.replace(out / f"step-{step}", save))
+        if step is None:
             self._merge()
-
-        self._export(write)
 
     def export_best(self) -> None:
         """Makes the best weights the output."""
         self.write_best()
         if not here().host:
             with screen.clock().at("export"), self.watched("export"):
-                self.folder.take_over(self.progress.best_step, self.job.out, self.again)
-                self._merge()
+                self.folder.take_over(self.progress.best_step, self.job.out)
+        self._merge()
 
-    def _export(self, write: Callable[[Save], None], kept: Kept | None = None) -> None:
+    def _export(self, write: Callable[[Save], object], kept: Kept | None = None) -> None:
         """Calls `write` with what saves the weights to a folder. Host 0 writes, with what the others send."""
         own = kept or Reader(self.engine.placement)
         with screen.clock().at("export"), self.watched("export"), masters(own, here().wire) as reader:
@@ -342,22 +323,21 @@ class Training:
         with screen.working("writing the checkpoint", 2 * job.source.nbytes) as progressed:  # and reading it back
             sums = exchange.save(folder, progressed)
         self.exported += job.source.nbytes
-        if beyond := exchange.beyond:
-            values = f"{count(sum(beyond.values()), 'value')} of {count(len(beyond), 'tensor')}, as {max(beyond)}"
-            screen.warn(
-                f"{folder}: {values}, beyond {LARGEST_F16:,.0f}, the largest of F16, and written as that. Lower --lr, "
-                "or train a copy of the checkpoint in BF16"
-            )
+        if n := sum(exchange.beyond.values()):
+            way = f"written as {LARGEST_F16:,.0f}, the largest. Lower --lr"
+            screen.warn(f"{folder}: {count(n, 'value')} of {max(exchange.beyond)} and others, beyond F16: {way}")
         return sums
 
     def _merge(self) -> None:
-        job, merged = self.job, self.job.out / "merged"
-        same = (job.options.merge_format or ("same" if job.options.merge_aware else "bf16")) == "same"
-        if job.options.merge and job.cfg.lora is not None:
-            self.check_base(copied=True)
+        job, o, merged = self.job, self.job.options, self.job.out / "merged"
+        if job.cfg.lora is None or not o.merge or here().host:
+            return
+        self.check_base(copied=True)
+        same = (o.merge_format or ("same" if o.merge_aware else "bf16")) == "same"
+        progress = screen.working("merging the adapters", 2 * job.source.nbytes)
+        with screen.clock().at("export"), self.watched("export"), progress as progressed:
             try:
-                with screen.working("merging the adapters", 2 * job.source.nbytes) as progressed:
-                    merge_adapter(job.out, job.cfg, job.source, merged, progressed, same=same)
+                merge_adapter(job.out, job.cfg, job.source, merged, progressed, same=same)
             except InputError as error:  # the adapter is whole
                 remove_folders([merged])
                 screen.warn(f"not merged: {error}")
@@ -366,9 +346,9 @@ class Training:
         """Ends the queues and frees the memory. Calling it again does nothing."""
         with self.watched("close"):
             self.queues.close()
-            if self._engine is not None:
-                self._engine.close()
-                self._engine = self._best = None
+            if self._evaluator is not None:
+                self._evaluator.e.close()
+                self._evaluator = self._best = None
                 gc.collect()
                 if self.job.on_gpu:
                     torch.cuda.empty_cache()

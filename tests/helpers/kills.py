@@ -133,7 +133,6 @@ def _command(
             os.dup2(said, fd)
         sys.stdout, sys.stderr = (os.fdopen(fd, "w", buffering=1, closefd=False) for fd in (1, 2))
         evaluate.LONGEST = 0.0  # a sample is one token
-        evaluate.cache_folder = lambda: cache  # None: each run computes the reference
         job.shared_tokens = lambda: cache and cache / "tokens"
         real, evaluates, steps = evaluate.Evaluator.loss, loop.Run.evaluate, [0]
 

@@ -123,7 +123,7 @@ def test_the_command_line_gives_back_the_options(o):
 def test_records_come_back_and_damage_is_seen(step, loss, files, tmp_path_factory):
     path = tmp_path_factory.getbasetemp() / "best.json"
     for made in (
-        record.Best(step, loss or 0.0, files),
+        record.Best(files),
         record.State("a", True, False),
         record.Progress(step, best=loss),
     ):

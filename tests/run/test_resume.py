@@ -13,16 +13,11 @@ import pytest
 from engines import fork
 from runs import check_stopped, child, ended, go, hold, losses, options, records, stopped, tuned, weights, write_rows
 
-from trireme.engine.run import cli, evaluate, folder, job, loop, record
+from trireme.engine.run import cli, folder, job, loop, record
 from trireme.engine.run.loop import train
 from trireme.engine.run.options import every
 from trireme.engine.run.record import State
 from trireme.models.config import InputError
-
-
-@pytest.fixture(autouse=True)
-def _no_cache(monkeypatch):
-    monkeypatch.setattr(evaluate, "cache_folder", lambda: None)
 
 
 @pytest.mark.grid
@@ -119,14 +114,6 @@ def test_a_finished_run_goes_on_where_its_state_was_kept(checkpoint, tmp_path, c
     assert weights(parts.out) == weights(whole.out)
     assert losses(Path(parts.out)) == losses(Path(whole.out))
     assert "changed  --max-steps 6, was 2 at step 2" in capsys.readouterr().out
-
-
-@pytest.mark.full
-def test_the_rate_of_a_longer_run_is_told(checkpoint, tmp_path, capsys):
-    run = options(checkpoint, tmp_path / "out", "ram", keep_state=True)
-    train(replace(run, max_steps=4))
-    train(cli.of_a_run({"resume": run.out, "max_steps": 12}))
-    assert "warning: the learning rate rises from" in capsys.readouterr().out
 
 
 @pytest.mark.full
@@ -229,23 +216,13 @@ def test_a_lost_reference_is_computed_again(checkpoint, tmp_path, monkeypatch, c
     for loss in ("gone", "flipped"):
         parts = replace(whole, out=str(tmp_path / loss))
         stopped(parts, 2, monkeypatch)
-        path = Path(parts.out, ".run/reference.npz")
+        path = Path(parts.out, ".run/reference.json")
         content = bytearray(path.read_bytes())
         content[len(content) // 2] ^= 1
         path.write_bytes(content) if loss == "flipped" else path.unlink()
         train(replace(parts, resume=parts.out))
         assert weights(parts.out) == weights(whole.out)
     assert capsys.readouterr().out.count("reference lost") == 2
-
-
-def test_a_cached_reference_is_used_by_the_next_run(checkpoint, tmp_path, monkeypatch):
-    write_rows(checkpoint / "more.jsonl", [dict(prompt=f"{i}", chosen=" a", rejected=" b") for i in range(30)])
-    monkeypatch.setattr(evaluate, "cache_folder", lambda: tmp_path / "cache")
-    run = tuned(checkpoint, tmp_path / "first", "more.jsonl", method="dpo", max_steps=2)
-    train(run)
-    monkeypatch.setattr(evaluate.Evaluator, "logps", lambda *_: pytest.fail("computed again"))
-    train(replace(run, out=str(tmp_path / "second")))
-    assert weights(tmp_path / "first") == weights(tmp_path / "second")
 
 
 def test_a_run_plans_as_its_dry_run(checkpoint, tmp_path):

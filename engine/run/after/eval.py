@@ -57,7 +57,7 @@ def losses(o: Eval) -> Iterator[dict[str, float]]:
         before = _reference(f, o, data)
         screen.say(f"compared with {before.name}")
         with computing(before, o, rows, seq_len) as e:
-            data = [replace(d, reference=e.logps([d], np.zeros(0), lambda _: None, lambda: False)) for d in data]
+            data = [replace(d, reference=np.array(e.logps([d]))) for d in data]
     with computing(f, o, rows, seq_len) as e:
         for read in data:
             loss, figures = e.loss(read, preference)
