@@ -79,7 +79,7 @@ class Folder:
         for path in (*self.out.iterdir(), *self.run.rglob("*")):
             if path.is_symlink():
                 raise InputError(f"{path} is a link, and a run would write where it leads. Remove it.")
-        state = record.read(self.run / STATE, State) or (State("") if self.made else None)
+        state = record.read(self.run / STATE, State) or (State("") if here().host else None)
         if state is None:
             way = f"restore it from a copy, or remove {quoted(self.out)} and start again"
             raise InputError(f"--resume {self.out}: {self.run / STATE} is lost or damaged: {way}.")
