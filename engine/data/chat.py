@@ -252,15 +252,14 @@ class _Style:
         has tags; and in an earlier one, or what follows it.
         """
         last = earlier = ""
-        for reply in _PROBES:
-            with suppress(BadRow):  # twice: many templates write the last turn, with its thoughts, differently
-                rendering = self.template.render([_QUESTION, reply, _QUESTION, reply], self._tools)
-                spans = rendering.generated if self.template.tags else rendering.turns
-                for start, stop in (span for i in (-1, 1, 3) for span in spans.get(i, ())):
-                    _, probe, after = rendering.text[start:stop].rpartition(PROBE)
-                    if probe:
-                        last = after
-                        earlier = earlier or after.strip() or rendering.text[stop:]
+        with suppress(BadRow):
+            rendering = self.template.render([_QUESTION, _PROBES[0], _QUESTION, _PROBES[0]], self._tools)
+            spans = rendering.generated if self.template.tags else rendering.turns
+            for start, stop in (span for i in (-1, 1, 3) for span in spans.get(i, ())):
+                _, probe, after = rendering.text[start:stop].rpartition(PROBE)
+                if probe:
+                    last = after
+                    earlier = earlier or after.strip() or rendering.text[stop:]
         return last, earlier
 
     @cached_property

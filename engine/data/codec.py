@@ -223,7 +223,7 @@ class _Programs:
             vocab_size=tokenizer.core.get_vocab_size(),
             eos=tokenizer.eos,
             eos_token=tokenizer.eos_token,
-            pad=tokenizer.pad,
+            pad=tokenizer.core.token_to_id(tokenizer.specials.get("pad_token", "")),
             unknown=None if tokenizer.unknown is None else tokenizer.core.id_to_token(tokenizer.unknown),
             tokenizer=tokenizer.fingerprint,
             chosen=standalone(tokenizer, choice) if choice else None,

@@ -17,7 +17,6 @@ from functools import cached_property
 from pathlib import Path
 
 import numpy as np
-from numpy.lib.recfunctions import repack_fields
 
 from trireme.engine.amounts import compact, count
 from trireme.engine.data import documents
@@ -113,9 +112,8 @@ class Dataset:
         for data in filter(None, (self, self.held_out)):
             tokens = max(file.meta["max_id"] for file in data.files) + 1
             longest = int(data.pieces["length"].max())
-            resize = "model.resize_token_embeddings(N) in transformers"
             for size, need, what, way_out in (
-                (vocab, tokens, "tokens", f"name its own --tokenizer FOLDER, or resize its embeddings: {resize}"),
+                (vocab, tokens, "tokens", "name its own --tokenizer FOLDER, or resize its embeddings in transformers"),
                 (positions, longest, "positions", f"lower --seq-len to {positions}"),
             ):
                 if need > size:
@@ -131,8 +129,11 @@ class Dataset:
     def fingerprint(self) -> str:
         """Equal fingerprints mean equal micro-batches."""
         keys = "".join(file.meta["key"] for file in self.files)
-        pieces = repack_fields(self.pieces[["file", "start", "length", "goes_on"]])  # weights go with the key
-        sums = [zlib.crc32(array.tobytes()) for array in (pieces, self.rows)]
+        columns = [
+            self.rows,
+            *(self.pieces[name] for name in ("file", "start", "length", "goes_on")),
+        ]  # of weights: keys
+        sums = [zlib.crc32(column.tobytes()) for column in columns]
         return f"{zlib.crc32(f'{keys} {sums} {self.options.seed}'.encode()):08x}"
 
     @property
@@ -243,7 +244,7 @@ def scored(ids: np.ndarray, lengths: np.ndarray, pad: int | None) -> np.ndarray:
 
 
 def load_dataset(
-    sources: Sequence[str], codec: Codec | None, options: DataOptions, progress: Progress | None = None
+    sources: Sequence[str], codec: Codec | None, options: DataOptions, progress: Progress = lambda *_: None
 ) -> Dataset:
     """Reads, tokenizes (or finds in the cache), holds out, cuts and packs.
 
@@ -269,11 +270,8 @@ def load_dataset(
     if val:
         held_out = _lay_out(val, val_files, documents.documents_of(val_files, options.kind), codec, options)
         keys = {file.meta["key"] for file in files}
-        notes += [
-            f"{source} is trained on and held out: eval_loss does not measure the loss on unseen data"
-            for source, file in zip(val, val_files, strict=True)
-            if file.meta["key"] in keys
-        ]
+        if both := [str(source) for source, file in zip(val, val_files, strict=True) if file.meta["key"] in keys]:
+            notes.append(f"trained on and held out, so eval_loss is not that of unseen data: {', '.join(both)}")
     elif share:
         before, text = len(rows), all(map(is_text, files))
         rows, unseen = documents.hold_out(rows, share, options.seed, options.seq_len * text)

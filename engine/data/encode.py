@@ -14,8 +14,6 @@ from trireme.engine.data.read import ROW, BadRow
 from trireme.engine.data.template import Span
 from trireme.engine.data.tokenizer import Tokenizer, Tokens
 
-COUNTED = ("characters", "unknown", "said", "unwritten", "thoughtless", "early", "spaced")
-
 
 class Encoded(NamedTuple):
     """The tokens of examples, one after another, and which are trained, from tokens before."""
@@ -24,7 +22,7 @@ class Encoded(NamedTuple):
     trained: np.ndarray  # (N,) bool
     lengths: list[int]  # of each example; 0 of a bad one
     faults: dict[int, str]  # of bad ones
-    counts: Counter[str]  # of COUNTED
+    counts: Counter[str]  # characters, unknown (tokens), early and spaced (rows), those of Marked
     unread: tuple[str, ...]  # keys that the template does not write
 
 
@@ -42,10 +40,8 @@ def encode(
                 results[i] = _ids(example)
             else:
                 texts[i] = _marked(example, template, limit)
-        except BadRow as error:
-            results[i] = error
-        except RecursionError:
-            results[i] = BadRow("is nested too deeply")
+        except (BadRow, RecursionError) as error:
+            results[i] = error if isinstance(error, BadRow) else BadRow("is nested too deeply")
     counts, unread = Counter[str](), dict[str, None]()
     for i, tokens in _tokenized(examples, texts, tokenizer, limit) if tokenizer else ():
         assert tokenizer

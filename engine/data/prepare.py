@@ -15,7 +15,7 @@ from trireme.engine.amounts import count
 from trireme.engine.data.answers import PAIRED, SCORED, Kind, classes_of, read
 from trireme.engine.data.codec import Codec, Died, Numbered, encoded
 from trireme.engine.data.documents import counterparts
-from trireme.engine.data.encode import COUNTED, Encoded, size
+from trireme.engine.data.encode import Encoded, size
 from trireme.engine.data.find import DataFile, Rows
 from trireme.engine.data.forms import Chat, Example, Ids, Text, with_system
 from trireme.engine.data.read import BadRow, Row
@@ -74,7 +74,7 @@ class Preparation:
     codec: Codec | None
     renames: dict[str, str]  # of --map, theirs: ours
     folder: Path  # of tokens
-    progress: Progress | None = None
+    progress: Progress
 
     def tokens(self, source: DataFile) -> TokenFile:
         """The tokens of a file, from the cache or made now. Raises InputError for bad rows."""
@@ -82,8 +82,8 @@ class Preparation:
         return opened(self.folder, key) or _File(self, source).write(self.folder, key)
 
     def _key(self, source: DataFile) -> str:
-        o, what, tell = self.options, f"{source.path.name} (checksum)", self.progress or (lambda *_: None)
-        content = digest(source.files, lambda done: tell(what, done, source.size))
+        o, what = self.options, f"{source.path.name} (checksum)"
+        content = digest(source.files, lambda done: self.progress(what, done, source.size))
         facts = (self.codec.facts.tokenizer, self.codec.facts.template) if self.codec else None
         labels = o.labels if o.kind == "classes" else None
         rows = (self.renames, o.skip_bad, o.max_samples, o.media, o.system, o.variables, o.kind, labels)
@@ -114,7 +114,7 @@ class _File:
         self.broken = False  # the row before was bad: if it was a piece of a text, the next piece begins a document
         self.n = self.bad = 0
         self.first = (0, "")  # bad row, its fault
-        self.forms, self.counts = Counter[str](), Counter(dict.fromkeys((*COUNTED, "chats", "tools"), 0))
+        self.forms, self.counts = Counter[str](), Counter(chats=0, tools=0)
         self.unused: dict[str, None] = {}  # keys, in order
         self.absent = set(how.renames)  # columns of --map that no row has
 
@@ -133,15 +133,14 @@ class _File:
         try:
             for batch, made in encoded(self.how.codec, self._batches(), self.rows.size):
                 self._put_all(batch, made)
-                if self.how.progress:
-                    self.how.progress(self.source.path.name, self.rows.position, self.rows.size)
+                self.how.progress(self.source.path.name, self.rows.position, self.rows.size)
             self._judge()
             if self.options.kind == "labels":
                 self._write_counterparts()
             unused = [shown(key) if key.strip() else "a column without a name" for key in [*self.unused][:_NAMED]]
+            unused += ["others"] if len(self.unused) > _NAMED else []
             meta = {"name": self.source.path.name, "rows": self.n, "bad": self.bad, "first_bad": self.first_bad}
             meta |= {"forms": dict(self.forms.most_common()), "counts": dict(self.counts)}
-            unused += ["others"] if len(self.unused) > _NAMED else []
             return self.writer.finish(meta | {"unused": unused, "absent": sorted(self.absent)})
         except Died as error:
             raise InputError(f"{self.source} {self.rows.unit} {error.row}: {error}. Leave that row out.") from None

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from copy import copy
 from datetime import datetime
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
@@ -86,7 +86,7 @@ def _environment(date: str | None) -> jinja2.sandbox.ImmutableSandboxedEnvironme
     environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, jinja2.ext.loopcontrols]
     )
-    environment.globals.update(__begin_turn=_begin_turn, __end_turn=_end_turn)
+    environment.globals["__turn_mark"] = _turn_mark
     # Of transformers: Jinja's own would escape <, > and & for HTML.
     environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
     environment.globals["raise_exception"] = _raise
@@ -95,22 +95,19 @@ def _environment(date: str | None) -> jinja2.sandbox.ImmutableSandboxedEnvironme
     return environment
 
 
-def _begin_turn(value: Any) -> str:
-    return f"{_TURN}{value._number}{_OF}" if isinstance(value, _Message) else ""
-
-
-def _end_turn(value: Any) -> str:
-    return _END if isinstance(value, _Message) else ""
+def _turn_mark(value: Any, begins: bool) -> str:
+    """The mark before or behind a turn of a loop over messages; "" of another loop."""
+    return "" if not isinstance(value, _Message) else f"{_TURN}{value._number}{_OF}" if begins else _END
 
 
 def _mark_loops(tree: nodes.Template) -> None:
     """Puts marks around the turns of loops over single values, or over their numbers in a list."""
     for loop in tree.find_all(nodes.For):
         if isinstance(loop.target, nodes.Name):
-            value = _value_of(loop, loop.target.name)
+            value, mark = _value_of(loop, loop.target.name), nodes.Name("__turn_mark", "load")
             begin, end = (
-                nodes.Output([nodes.Call(nodes.Name(f, "load"), [value], [], None, None)]).set_lineno(loop.lineno)
-                for f in ("__begin_turn", "__end_turn")
+                nodes.Output([nodes.Call(mark, [value, nodes.Const(begins)], [], None, None)]).set_lineno(loop.lineno)
+                for begins in (True, False)
             )
             loop.body = [begin, *_with_ends(loop.body, end), end]
 
@@ -155,6 +152,7 @@ class Template:
         self.names |= {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)}
         _mark_loops(tree)
         self._compiled = jinja2.Template.from_code(environment, environment.compile(tree), environment.globals)
+        self.takes_parts, self._parts = self._probe_parts()
 
     def with_variables(self, variables: Mapping[str, Any]) -> Template:
         """The same template with more variables."""
@@ -174,13 +172,7 @@ class Template:
         rendering = _read_marks(self._run(messages, tools, prompt, marked=True))
         return rendering if rendering.text == text else Rendering(text, {}, {})
 
-    @property
-    def takes_parts(self) -> bool:
-        """Whether texts may be lists of parts."""
-        return self._parts[0]
-
-    @cached_property
-    def _parts(self) -> tuple[bool, bool, bool, bool]:
+    def _probe_parts(self) -> tuple[bool, tuple[bool, bool, bool]]:
         """Whether a user's text may be a list of parts; whether texts have to be, (of others, of the assistant); and
         whether thoughts have to be a part.
         """
@@ -198,13 +190,13 @@ class Template:
         mine = not writes(before, say("assistant", PROBE)) and writes(before, say("assistant", [_part(PROBE)]))
         thought = say("assistant", [_part("!")] if mine else "!", **dict.fromkeys(THOUGHTS, PROBE))
         parts = say("assistant", [_part(PROBE, "thinking"), _part("!")])
-        return takes, others, mine, not writes(before, thought) and writes(before, parts)
+        return takes, (others, mine, not writes(before, thought) and writes(before, parts))
 
     def _as_taken(self, message: Fields) -> Fields:
         """A message with its thoughts under all names that templates read, and with a list of parts as its text if the
         template takes no other form.
         """
-        _, others, mine, as_part = self._parts
+        others, mine, as_part = self._parts
         content, thoughts = message.get("content"), thoughts_of(message)
         message = message if thoughts is None else message | dict.fromkeys(THOUGHTS, thoughts)
         listed = mine if message.get("role") == "assistant" else others

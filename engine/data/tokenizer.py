@@ -70,11 +70,6 @@ class Tokenizer:
     def eos_token(self) -> str | None:
         return None if self.eos is None else self.core.id_to_token(self.eos)
 
-    @property
-    def pad(self) -> int | None:
-        """The token that fills up batches."""
-        return self.core.token_to_id(self.specials.get("pad_token", ""))
-
     def encode(self, texts: Sequence[str], offsets: bool = False) -> list[Tokens | BadRow]:
         """The tokens of each text; nothing is added."""
         run = self.core.encode_batch if offsets else self.core.encode_batch_fast
