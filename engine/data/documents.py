@@ -82,14 +82,12 @@ def hold_out(rows: np.ndarray, share: float, seed: int, text_len: int) -> tuple[
 
 def weigh(rows: np.ndarray, weights: Sequence[float], seed: int) -> np.ndarray:
     """The rows, each of file f repeated weights[f] times; for the fractional part the seed selects rows."""
-    if all(weight == 1 for weight in weights):
-        return rows
-    parts = []
+    repeats = np.zeros(len(rows), np.int64)
     for i, weight in enumerate(weights):
-        mine = rows[rows["file"][:, 0] == i]
-        extra = np.sort(shuffled(len(mine), seed, _WEIGH + i)[: round((weight % 1) * len(mine))])
-        parts += [mine] * int(weight) + [mine[extra]]
-    return np.concatenate(parts)
+        mine = np.flatnonzero(rows["file"][:, 0] == i)
+        repeats[mine] = int(weight)
+        repeats[mine[shuffled(len(mine), seed, _WEIGH + i)[: round((weight % 1) * len(mine))]]] += 1
+    return np.repeat(rows, repeats, axis=0)
 
 
 @dataclass(frozen=True)
@@ -99,7 +97,6 @@ class Fitted:
     pieces: np.ndarray  # (n, documents of a row) PIECE
     rows: int  # before
     longer: int = 0
-    cut: int = 0
     split: int = 0
     dropped: int = 0
     lost: int = 0  # that have nothing to learn within the limit
@@ -140,8 +137,7 @@ def fit(rows: np.ndarray, files: Sequence[TokenFile], seq_len: int, long: str | 
         tokens = lambda piece: files[piece["file"]].read(int(piece["start"]), int(piece["start"] + piece["length"]))
         same = fitted[fitted["length"][:, 0] == fitted["length"][:, 1]]
         alike = sum(np.array_equal(tokens(good), tokens(other)) for good, other in same)
-    cut = n_longer - dropped - n_split - lost
-    return Fitted(fitted, n, n_longer, cut, n_split, dropped, lost, unlearnable, alike, longest)
+    return Fitted(fitted, n, n_longer, n_split, dropped, lost, unlearnable, alike, longest)
 
 
 def is_text(file: TokenFile) -> bool:

@@ -220,7 +220,7 @@ def _chat(row: Fields, columns: Sequence[tuple[str, list[Any], bool]], answered:
                 conversation.append(message)
     if row.get("system") not in EMPTY:
         system, _ = read_message({"role": "system", "content": row["system"]}, "'system'")
-        if not _has_system(conversation):
+        if not conversation or conversation[0]["role"] not in _SYSTEM:
             conversation = [system, *conversation]
         elif conversation[0].get("content") != system["content"]:
             raise BadRow("has a 'system' column and a system message. Leave the column out: --map unused=system")
@@ -238,13 +238,9 @@ def _chat(row: Fields, columns: Sequence[tuple[str, list[Any], bool]], answered:
     return Chat(messages.number_calls(conversation), messages.read_tools(row), variables or None)
 
 
-def _has_system(conversation: Sequence[Fields]) -> bool:
-    return bool(conversation) and conversation[0]["role"] in _SYSTEM
-
-
 def with_system(example: Chat, system: str) -> Chat:
     """With that system message if it has none."""
-    if _has_system(example.messages):
+    if example.messages and example.messages[0]["role"] in _SYSTEM:
         return example
     return example._replace(messages=[{"role": "system", "content": system}, *example.messages], plain=None)
 

@@ -75,10 +75,9 @@ def unread_keys(fields: Mapping[str, Any], read: Container[str]) -> list[str]:
 
 def kind_of(value: object) -> str:
     """The type of a value, by JSON's names."""
-    names = {dict: "an object", str: "a string", bool: "a boolean", type(None): "null"}
-    if isinstance(value, list):
-        return f"a list of {len(value)}"
-    return names.get(type(value)) or ("a number" if isinstance(value, (int, float)) else type(value).__name__)
+    names = {dict: "an object", str: "a string", bool: "a boolean", type(None): "null", int: "a number"}
+    names |= {float: "a number", list: f"a list of {len(value)}" if isinstance(value, list) else ""}
+    return names.get(type(value), type(value).__name__)
 
 
 def typed(value: Any, kind: type | tuple[type, ...], what: str, expected: str) -> Any:

@@ -100,7 +100,8 @@ class Report:
         f, o, lines = self.fitted, self.options, list[str]()
         if f.longer:
             beyond = "dropped, as what they train lies beyond it"
-            counts = {"cut": f.cut, "split": f.split, "dropped": f.dropped, beyond: f.lost}
+            cut = f.longer - f.split - f.dropped - f.lost
+            counts = {"cut": cut, "split": f.split, "dropped": f.dropped, beyond: f.lost}
             what = ", ".join(f"{n:,} {word}" for word, n in counts.items() if n)
             share = percent(f.longer / f.rows)
             lines.append(

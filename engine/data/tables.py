@@ -12,7 +12,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from trireme.engine.data.read import COLUMNS, PACKINGS, ROW, TOO_LARGE, BadRow, Row, file_kind, import_pyarrow
+from trireme.engine.data.read import COLUMNS, PACKINGS, ROW, BadRow, Row, file_kind, import_pyarrow
 from trireme.models.config import InputError
 
 _BATCH = 256  # rows that are made at once
@@ -26,39 +26,35 @@ def csv_rows(path: Path, file: BinaryIO, tabs: bool) -> Iterator[Row]:
     A cell with nan, which pandas writes for absent values, is null.
     """
     csv.field_size_limit(ROW)
-    lines, skipped = _lines(path, io.TextIOWrapper(file, encoding="utf-8-sig", newline="")), 0
+    lines = _lines(path, io.TextIOWrapper(file, encoding="utf-8-sig", newline=""))
     first = next(lines, "")
     named = re.fullmatch(r"\"?sep=(.)\"?\r?\n", first)
-    if named:
-        first, skipped = next(lines, ""), 1
+    first = next(lines, "") if named else first
     comma = named[1] if named else "\t" if tabs and "\t" in first else max(",;\t", key=first.count)
     bare = tabs and comma == "\t"
     reader = csv.reader(chain([first], lines), delimiter=comma, strict=True, quoting=csv.QUOTE_NONE if bare else 0)
-    number = skipped + 1
+    number = lambda: reader.line_num + bool(named)  # of a row's last line
     try:
         header = _unquoted(next(reader, [])) if bare else next(reader, [])
         if len(set(header)) != len(header):
             raise InputError(f"{path}: the header names a column twice: {', '.join(header)}.")
-        number = skipped + reader.line_num + 1
         for cells in map(_unquoted, reader) if bare else reader:
             if cells and [cell.removeprefix("\ufeff") for cell in cells] == header:
-                yield Row(number, BadRow("is the header again. Were files joined? Give each with its own --data"))
+                yield Row(number(), BadRow("is the header again. Were files joined? Give each with its own --data"))
             elif cells and len(cells) != len(header):
-                yield Row(number, BadRow(f"has {len(cells)} cells, the header {len(header)}"))
+                yield Row(number(), BadRow(f"has {len(cells)} cells, the header {len(header)}"))
             elif cells:
                 values = [None if cell in ("nan", "NaN", "<NA>") else cell for cell in cells]
-                yield Row(number, dict(zip(header, values, strict=True)))
-            number = skipped + reader.line_num + 1
+                yield Row(number(), dict(zip(header, values, strict=True)))
     except csv.Error as error:
-        raise InputError(f"{path} line {number} is not CSV: {error}. Is a quotation mark missing?") from None
+        raise InputError(f"{path} line {number()} is not CSV: {error}. Is a quotation mark missing?") from None
 
 
 def _lines(path: Path, stream: io.TextIOWrapper) -> Iterator[str]:
-    for number, line in enumerate(iter(lambda: stream.readline(ROW), ""), 1):
+    """Lines, and of longer ones than any row parts, which have another number of cells."""
+    while line := stream.readline(ROW):
         if "\0" in line:
-            raise InputError(f"{path} line {number} holds NUL bytes: is it text?")
-        if len(line) == ROW:
-            raise InputError(f"{path} line {number} {TOO_LARGE}.")
+            raise InputError(f"{path} holds NUL bytes: is it text?")
         yield line
 
 

@@ -164,10 +164,14 @@ def taught_by(names: Names, data: Dataset, vocab: int) -> Teacher:
     numbers = {file.meta["key"]: i for i, file in reversed([*enumerate(data.files)])}
     parts, places, rows = list[_Part](), [np.full(1, -1)], [np.zeros((1, 3), np.int64)]
     for source in names.sources:
-        begins = np.concatenate([*(_begins(data, numbers.get(key), n) for key, n in source["files"].items()), [-1]])
+        begins = [np.full(n, -1) for n in source["files"].values()]  # places of documents
+        for i, (key, n) in enumerate(source["files"].items()):
+            if key in numbers and data.files[numbers[key]].n_documents == n:
+                begins[i] = (numbers[key] << _BITS) + data.files[numbers[key]].offsets[:-1]
+        first = np.concatenate([*begins, [-1]])
         for part in _parts(names.folder / source["folder"], names.k, vocab):
             document, trained = part.tables["document"], np.array(part.tables["trained"])
-            begin = begins[np.clip(document, -1, len(begins) - 1)]
+            begin = first[np.clip(document, -1, len(first) - 1)]
             places.append(np.where(begin < 0, -1, begin + part.tables["start"]))
             rows.append(np.stack([np.full(len(begin), len(parts)), np.cumsum(trained) - trained, trained], 1))
             parts.append(part)
@@ -191,10 +195,3 @@ def taught_by(names: Names, data: Dataset, vocab: int) -> Teacher:
     mapped = tuple(Taught(part.tables["ids"], part.tables["logps"], part.tables["rest"]) for part in parts)
     key = "-".join(dict.fromkeys(parts[i].key for i in np.unique(row[:, 0])))
     return Teacher(mapped, row[:, 0].astype(np.int32), row[:, 1].copy(), counts, key)
-
-
-def _begins(data: Dataset, number: int | None, count: int) -> np.ndarray:
-    """Where the documents of a scored file begin in the data's file of that number: (count,), -1 if they are others."""
-    if number is None or data.files[number].n_documents != count:
-        return np.full(count, -1)
-    return (number << _BITS) + data.files[number].offsets[:-1]
