@@ -311,7 +311,9 @@ def _ids(row: Fields) -> Ids:
     parts = [] if row.get("seq_lengths") is None else _whole(row, "seq_lengths")
     fault, places = "", column("position_ids", False)[start:stop]
     if unknown := [key for key in unread_keys(row, _READ) if key.endswith(("mask", "masks"))]:
-        fault = f"{unknown[0]!r} is not a known mask. Is 1 trained? --map loss_mask={unknown[0]}, else unused=it"
+        fault = (
+            f"{unknown[0]!r} is not a known mask. Is 1 trained? --map loss_mask={unknown[0]}; else unused={unknown[0]}"
+        )
     elif not all(seen[start:stop]):
         fault = "'attention_mask' leaves out all tokens, or some between others; only pads at the ends can be"
     elif len(parts) > 1 or any(after != before + 1 for before, after in pairwise(places)):

@@ -128,8 +128,6 @@ def notes_on(
             notes.append(f"{name} is for conversations, and not used in other rows")
     if (weights != 1).any():
         notes.append(f"rows count by their column 'weight', {weights.min():g} to {weights.max():g}")
-    if any(file.meta["rows"] == options.max_samples for file in files):
-        notes.append(f"--max-samples {options.max_samples}: no more rows of a file are read")
     if codec and n["unknown"]:
         share = percent(n["unknown"] / sum(int(file.offsets[-1]) for file in files))
         notes.append(f"{share} of the tokens are {codec.facts.unknown}: the tokenizer has none for this text")
