@@ -98,25 +98,19 @@ def read(
 def _read(row: Fields, mapped: Collection[str], kind: Kind, classes: Mapping[str, int]) -> Read:
     """`row`: normal; `mapped`: our names that --map gives. Raises BadRow."""
     forms.check_row(row)
-    known = ["label", "weight"] if kind in ("labels", "classes") else ["weight"]
-    if row.get("label") is None and row.get("kto_tag") is not None:
-        row, known = row | {"label": row["kto_tag"]}, [*known, "kto_tag"]
-    weight, value = _number(row, "weight", 1.0), 0.0
-    if weight is None:  # a column of something else
-        weight = 1.0
-        known.remove("weight")
+    weight, margin = _number(row, "weight"), _number(row, "margin") if kind == "rewards" else None
+    known = [key for key, number in (("weight", weight), ("margin", margin)) if number is not None]
+    weight, value = 1.0 if weight is None else weight, margin or 0.0
     if weight <= 0:
         raise BadRow(f"'weight' is {weight:g}, expected a number above 0; leave out a row that is not to count")
+    if row.get("label") is None and row.get("kto_tag") is not None:
+        row, known = row | {"label": row["kto_tag"]}, [*known, "kto_tag"]
     pair = None if _SIDES.isdisjoint(row) else forms.find_form(row, PAIRS, mapped)
     if kind in ("pairs", "rewards") or (kind == "labels" and pair and row.get("label") in EMPTY):
         if pair is None:
             raise _unknown(row, PAIRS)
-        margin = _number(row, "margin", 0.0) if kind == "rewards" else 0.0
-        if margin is None:
-            raise BadRow("'margin' is not a number")
         examples = pair.read(row)
-        unused = forms.unused_of(row, pair, examples[0], [*known, *(["margin"] if kind == "rewards" else [])])
-        return Read(pair.name, examples, unused, weight, margin)
+        return Read(pair.name, examples, forms.unused_of(row, pair, examples[0], known), weight, value)
     form = forms.find_form(row, FORMS, mapped)
     if kind == "":
         _refuse_preferences(row, pair, form)
@@ -130,19 +124,19 @@ def _read(row: Fields, mapped: Collection[str], kind: Kind, classes: Mapping[str
         example = form.read(row)
     if kind == "classes":
         example = example._replace(ends=False) if isinstance(example, Text) else example
-        value = float(_labelled(_word(row["label"]), classes))
+        value = _labelled(_word(row["label"]), classes)
     elif kind == "labels":
         example = _last(example)
-        weight *= _labelled(str(row["label"]).strip().lower(), SIGNS)
-    unused = forms.unused_of(row, form, example, known)
+        weight *= _labelled(_word(row["label"]).strip().lower(), SIGNS)
+    unused = forms.unused_of(row, form, example, [*known, "label"] if kind else known)
     return Read(f"{form.name},label" if kind else form.name, [example], unused, weight, value)
 
 
-def _number(row: Mapping[str, Any], key: str, default: float) -> float | None:
-    """A finite number, also in a string; None of another value."""
-    value = default if row.get(key) is None else row[key]
+def _number(row: Mapping[str, Any], key: str) -> float | None:
+    """A finite number, also in a string; None of another value, which is a column of something else."""
     with suppress(ValueError, OverflowError, TypeError):
-        return float(value) if math.isfinite(float(value)) and not isinstance(value, bool) else None
+        number = float(row[key]) if key in row and not isinstance(row[key], bool) else math.nan
+        return number if math.isfinite(number) else None
     return None
 
 
@@ -286,7 +280,7 @@ def classes_of(names: Sequence[str]) -> dict[str, int]:
 def _labelled(word: str, values: Mapping[str, float]) -> float:
     """The value of a label. Raises BadRow."""
     if word in values:
-        return values[word]
+        return float(values[word])
     names = [*{value: name for name, value in values.items()}.values()]
     expected = ", ".join([*names[:12], *(["…"] if len(names) > 12 else [])])
     raise BadRow(f"'label' is {shown(repr(word))}, expected one of {expected}")

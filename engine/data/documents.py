@@ -23,7 +23,6 @@ PIECE = np.dtype([("file", "<u2"), ("start", "<i8"), ("length", "<i4"), ("goes_o
 
 _HOLD_OUT, _WEIGH = 1 << 32, 1 << 33  # random keys, other than epoch numbers
 _FEW = 8  # documents; fewer are no sample, and parts of all are held out
-_TRIES = 8  # counterparts that are tried for other words
 
 
 def documents_of(files: Sequence[TokenFile], kind: str) -> np.ndarray:
@@ -38,22 +37,17 @@ def documents_of(files: Sequence[TokenFile], kind: str) -> np.ndarray:
     return np.concatenate(tables)
 
 
-def counterparts(prompts: np.ndarray, words: np.ndarray) -> np.ndarray:
-    """For each labelled answer the number of one of another prompt, and of other words if a few tries find some.
-    `prompts`, `words` (n,): hashes. Raises InputError if all prompts are equal.
+def counterparts(prompts: np.ndarray) -> np.ndarray:
+    """For each labelled answer the number of one of another prompt. `prompts` (n,): hashes. Raises InputError if all
+    are equal.
     """
     n, order = len(prompts), np.argsort(prompts, kind="stable")
-    prompts, words = prompts[order], words[order]
-    first, stop = (np.searchsorted(prompts, prompts, side) for side in ("left", "right"))  # answers of a prompt
+    first, stop = (np.searchsorted(prompts[order], prompts[order], side) for side in ("left", "right"))  # of a prompt
     others = n - (stop - first)
     if not others.all():
         raise InputError("--method kto compares an answer with that of another prompt, and there is one prompt alone.")
-    chosen = (stop + (np.arange(n) - first) % others) % n
-    for shift in range(1, _TRIES):
-        other = (stop + (np.arange(n) - first + shift) % others) % n
-        chosen = np.where(words[chosen] == words, other, chosen)
     result = np.empty(n, np.int64)
-    result[order] = order[chosen]
+    result[order] = order[(stop + (np.arange(n) - first) % others) % n]
     return result
 
 

@@ -275,9 +275,9 @@ class _File:
             begins = int(trained.argmax())
             return ids[:begins], ids[begins:], trained[begins:]
 
-        texts = ((prompt.tobytes(), answer.tobytes()) for prompt, answer, _ in map(parts, range(file.n_documents)))
-        hashes = [(crc32(prompt) << 32 | adler32(prompt), crc32(answer)) for prompt, answer in texts]
-        for i, other in enumerate(counterparts(*np.array(hashes, np.uint64).T).tolist()):
+        prompts = (parts(i)[0].tobytes() for i in range(file.n_documents))
+        hashes = np.array([crc32(prompt) << 32 | adler32(prompt) for prompt in prompts], np.uint64)
+        for i, other in enumerate(counterparts(hashes).tolist()):
             prompt, (_, answer, learned) = parts(i)[0], parts(other)
             trained = np.concatenate([np.zeros(len(prompt), bool), learned])
             self.writer.add(np.concatenate([prompt, answer]), trained, True, float(file.weights[i]))

@@ -38,7 +38,7 @@ _ROW = re.compile(r'\[?\s*\{\s*"')  # how JSON of rows begins
 _NAMES = {"messages", "conversations", "text", "prompt", "completion", "instruction", "output", "input_ids", "chosen"}
 SEPARATOR = "<|endoftext|>"  # ends a document of running text, whatever the tokenizer
 EMPTY: tuple[Any, ...] = (None, "", [], {})  # says as much as a key that is not there
-ROW = 1 << 28  # bytes or characters, at most: beyond any model, within memory
+ROW = 1 << 24  # bytes or characters, at most: beyond any model, within the time and memory of a process for a text
 TOO_LARGE = f"is longer than {ROW >> 20} MiB. Part it into several rows, or give running text as a .txt file"
 CONTEXT = 64  # characters on each side of a piece of a long text, which decide its tokens at the borders
 _PIECE = 1 << 18  # characters that are read at once, and of a piece, if a line ends behind them
@@ -197,13 +197,17 @@ def json_lines(file: BinaryIO) -> Iterator[Row]:
     number = 0
     while line := file.readline(ROW):
         number += 1
-        if line := line.rstrip().lstrip(_BOM + _SPACE):  # files with a mark may have been joined
+        if len(line) == ROW and not line.endswith(b"\n"):
+            while (part := file.readline(ROW)) and not part.endswith(b"\n"):
+                pass
+            yield Row(number, BadRow(TOO_LARGE))
+        elif line := line.rstrip().lstrip(_BOM + _SPACE):  # files with a mark may have been joined
             yield Row(number, _json_line(line))
 
 
 def _json_line(line: bytes) -> Fields | BadRow:
-    if len(line) > ROW - 8 or b"\0" in line:
-        return BadRow(TOO_LARGE if len(line) > ROW - 8 else "holds NUL bytes: damaged, or not UTF-8")
+    if b"\0" in line:
+        return BadRow("holds NUL bytes: damaged, or not UTF-8")
     try:
         return _object(json_of(line.decode()))
     except (ValueError, RecursionError) as error:

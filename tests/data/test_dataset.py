@@ -204,18 +204,15 @@ def test_pairs_have_room_for_two_documents(load):
     assert load(PAIRS, kind="pairs", seq_len=12).n_sequences == 4
 
 
-@given(rows=st.lists(st.tuples(st.integers(0, 5), st.integers(0, 3), st.booleans()), min_size=2, max_size=60))
+@given(prompts=st.lists(st.integers(0, 5), min_size=2, max_size=60))
 @settings(max_examples=200, deadline=None)
-def test_a_counterpart_is_of_another_prompt(rows):
-    prompts, words = (np.array([row[i] for row in rows], np.uint64) for i in (0, 1))
+def test_a_counterpart_is_of_another_prompt(prompts):
+    prompts = np.array(prompts, np.uint64)
     if len({*prompts}) == 1:
         with pytest.raises(InputError, match="one prompt"):
-            documents.counterparts(prompts, words)
+            documents.counterparts(prompts)
         return
-    chosen = documents.counterparts(prompts, words)
-    assert (prompts[chosen] != prompts).all()
-    if len({*words}) == 4 and max(np.bincount(prompts.astype(int))) < len(rows) // 3:
-        assert (words[chosen] == words).mean() < 0.5
+    assert (prompts[documents.counterparts(prompts)] != prompts).all()
 
 
 def test_labelled_answers_and_their_counterparts(load):
