@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from glob import escape
 from pathlib import Path
 
 from trireme.engine.data.find import DataFile, by_uses, set_of, weighed
@@ -30,7 +31,6 @@ _DATA = re.compile(rf"(?P<scheme>hf://datasets/)?{_REPO.replace('./-]+?', '.-]+'
 _STORED = re.compile(r"(model|dataset)s--([^/]+?)--([^/]+)/snapshots/([0-9a-f]{40})(?:/(.+))?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _DRIVES = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EIO)  # failures of this machine's
-_LISTED = 4  # names in a line
 
 
 @dataclass(frozen=True)
@@ -80,8 +80,6 @@ def data_name(text: str) -> Name | None:
     local = Path(plain).exists() or Path(plain.partition("/")[0]).exists() or DataFile(Path(plain)).kind in KINDS
     if local and not match["scheme"]:
         return None
-    if ".." in (match["file"] or "").split("/"):
-        raise InputError(f"{text}: '..' is not part of a name on the hub. Leave it out.")
     return Name(match["repo"], match["revision"] or "", match["file"] or "")
 
 
@@ -130,14 +128,9 @@ def folder_of(model: str, outline: bool = False) -> str:
     name = model_name(model)
     if name is None:
         return model
-    folder = _download(name, [f"*{suffix}" for suffix in sorted({*SUFFIXES, CODE})])
-    if (folder / peft_config.CONFIG).exists():
-        raise InputError(f"{name} is an adapter. Download it (hf download {name.repo}), and name it with --adapter.")
-    if (folder / "config.json").exists() and not outline:
-        folder = _download(replace(name, revision=folder.name), ["*.safetensors"], ["*/*", "consolidated*"])
-    if not (folder / "config.json").exists() or not (outline or any(folder.glob("*.safetensors"))):
-        raise InputError(f"{name} has no config.json with safetensors. Name a model that has, not GGUF or PyTorch's.")
-    return str(folder)
+    weights = [] if outline else ["*.safetensors"]
+    patterns = [f"*{suffix}" for suffix in sorted({*SUFFIXES, CODE})]
+    return str(_download(name, patterns + weights, ["*/*.safetensors", "consolidated*"]))
 
 
 def base_for(folder: Path, model: str | None) -> str:
@@ -167,7 +160,7 @@ def _data(text: str) -> list[str]:
     with asking(name):
         info = HfApi(endpoint=endpoint()).dataset_info(name.repo, revision=name.revision or None)
     files = chosen(name, sorted(file.rfilename for file in info.siblings or ()))
-    folder = _download(replace(name, revision=str(info.sha)), [re.sub(r"([*?\[])", r"[\1]", file) for file in files])
+    folder = _download(replace(name, revision=str(info.sha)), [escape(file) for file in files])
     return [f"{folder / file}{weight}" for file in files]
 
 
@@ -179,7 +172,7 @@ def chosen(name: Name, files: list[str]) -> list[str]:
     train = data if name.file else by_use["train"] or by_use[""]
     sets = {set_of(path) for path in train}
     if not train or (len(sets) > 1 and not name.file):
-        listed = ", ".join((sorted(sets) or files)[:_LISTED])
+        listed = ", ".join((sorted(sets) or files)[:4])
         raise InputError(f"{name}: which of {listed}? Name files: hf://datasets/{replace(name, file='')}/PATTERN.")
     return [path.as_posix() for path in train]
 

@@ -83,7 +83,7 @@ class Finished:
         return load_codec(where, o.chat_template or trained, date.today().isoformat())
 
     def writer(self, o: Reading | Sample) -> Codec:
-        """As `codec`, where text is written. Raises InputError if there is no tokenizer."""
+        """As `codec`. Raises InputError if there is no tokenizer."""
         if codec := self.codec(o):
             return codec
         raise InputError(f"{self.tokenizer(o)} has no tokenizer.json. Name a folder that has one: --tokenizer DIR.")
