@@ -23,7 +23,7 @@ from trireme.engine.tuning.adapters import Adapter, adapts_experts, separate_nam
 from trireme.engine.tuning.cached import cached
 from trireme.engine.tuning.chosen import adapted, aware, chosen, folded, targets
 from trireme.engine.tuning.headed import check_problem, headed, names_in, pad_in, with_config
-from trireme.engine.tuning.packed_source import as_said, as_stored, as_trained, check_packing, outlined
+from trireme.engine.tuning.packed_source import as_said, as_stored, as_trained, outlined
 from trireme.engine.tuning.parts import open_checkpoint
 from trireme.engine.tuning.peft import read_adapter
 from trireme.engine.tuning.quantized import quantized
@@ -105,7 +105,6 @@ def open_model(o: Options, date: str | None) -> Opened:
         source = outlined(cfg, Path(o.model))
     else:
         source = open_checkpoint(Path(o.model), cfg.packing, screen.warn)
-        check_packing(cfg, source, screen.warn)
         cfg = as_stored(cfg, source)
     if o.expert_adapters == "separate" and adapts_experts(cfg):
         separate_names(cfg)

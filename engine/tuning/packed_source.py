@@ -17,11 +17,10 @@ import numpy as np
 
 from trireme.engine.tuning.rewritten import Entries, Rewritten, rewritten
 from trireme.models import hf
-from trireme.models.config import InputError, ModelConfig, Packing, without_packing
+from trireme.models.config import ModelConfig, Packing, without_packing
 from trireme.models.sizes import shapes
 from trireme.storage.auxiliary import content_of
 from trireme.storage.checkpoint import CHUNK, NUMPY, Source, SourceTensor, unread
-from trireme.storage.files import Say
 from trireme.storage.headers import CheckpointError, read_header
 from trireme.storage.layout import ITEMSIZE
 
@@ -117,25 +116,6 @@ class Packed(Source):
 
 
 # ---------------------------------------------------------------- which are packed
-
-
-def check_packing(cfg: ModelConfig, source: Source, say: Say) -> None:
-    """Checks that config.json and the tensors agree. Raises InputError for what transformers would not read."""
-    if isinstance(source, Packed) and cfg.packing is None:
-        raise InputError(unsaid(source.folder, source.packing))
-    if cfg.packing is not None and not isinstance(source, Packed):
-        what = f'config.json has a "quantization_config" of {cfg.packing.word}, but no tensor is in it'
-        say(f"note: {source.folder}: {what}: all are read as they are")
-
-
-def unsaid(folder: Path, packing: Packing) -> str:
-    """The message about packed matrices of which config.json says nothing."""
-    way = "Copy it from the release: transformers does not find these tensors without it"
-    if (folder / OF_PACKINGS[0]).exists():
-        key = {"quant_method": "modelopt", "quant_algo": "NVFP4" if packing.code == "fp4" else "FP8"}
-        way = f"{OF_PACKINGS[0]} describes them (ModelOpt 0.29 and older). "
-        way += f'Put "quantization_config": {json.dumps(key)} into config.json'
-    return f'{folder}: there are tensors in {packing.word}, but config.json has no "quantization_config". {way}.'
 
 
 def as_stored(cfg: ModelConfig, source: Source) -> ModelConfig:

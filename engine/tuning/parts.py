@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from trireme.engine.tuning import bitsandbytes
-from trireme.engine.tuning.packed_source import Made, Packed, unsaid
+from trireme.engine.tuning.packed_source import OF_PACKINGS, Made, Packed
 from trireme.models.config import BY_ROW, MXFP4, NF4, PACKINGS, UNUSED, WHOLE, Packing
 from trireme.storage.checkpoint import Source, SourceTensor, open_source
 from trireme.storage.files import Say, to_stderr
@@ -21,24 +22,33 @@ Stored = Mapping[str, tuple[str, ...]]  # matrix -> names of its parts in files
 
 
 def open_checkpoint(folder: str | Path, packing: Packing | None = None, say: Say = to_stderr) -> Source:
-    """As open_source, but packed matrices appear as bf16. Raises CheckpointError.
+    """As open_source, but packed matrices appear as bf16. `packing`: what config.json says.
 
-    `packing`: what config.json says; None looks for all kinds.
+    Raises CheckpointError, also for packed matrices of which config.json says nothing.
     """
     source = open_source(folder, say)
-    if packing is NF4 or (packing is None and any(name.endswith(bitsandbytes.STATE) for name in source.tensors)):
-        return _in_nf4(source)
-    packing = packing and _as_spelled(source, packing)
-    for row in [packing] if packing else PACKINGS:
-        stored = _parts(source, row)
-        if stored:
-            try:
-                return _packed(source, row, stored, say)
-            except CheckpointError:
-                if packing or row is MXFP4:
-                    raise
-                raise CheckpointError(unsaid(source.folder, row)) from None  # groups may be of another size
-    return source
+    if packing is None:
+        row = next((row for row in PACKINGS if _parts(source, row)), None)
+        if row or any(name.endswith(bitsandbytes.STATE) for name in source.tensors):
+            raise CheckpointError(_unsaid(source.folder, row or NF4))
+        return source
+    packing = _as_spelled(source, packing)
+    opened = _in_nf4(source) if packing is NF4 else _packed(source, packing, _parts(source, packing), say)
+    if not opened.parts:
+        what = f'config.json has a "quantization_config" of {packing.word}, but no tensor is in it'
+        say(f"note: {source.folder}: {what}: all are read as they are")
+        return source
+    return opened
+
+
+def _unsaid(folder: Path, packing: Packing) -> str:
+    """The message about packed matrices of which config.json says nothing."""
+    way = "Copy it from the release: transformers does not find these tensors without it"
+    if (folder / OF_PACKINGS[0]).exists():
+        key = {"quant_method": "modelopt", "quant_algo": "NVFP4" if packing.code == "fp4" else "FP8"}
+        way = f"{OF_PACKINGS[0]} describes them (ModelOpt 0.29 and older). "
+        way += f'Put "quantization_config": {json.dumps(key)} into config.json'
+    return f'{folder}: there are tensors in {packing.word}, but config.json has no "quantization_config". {way}.'
 
 
 def _as_spelled(source: Source, packing: Packing) -> Packing:
@@ -49,17 +59,16 @@ def _as_spelled(source: Source, packing: Packing) -> Packing:
     return BY_ROW.scaled(WHOLE, WHOLE)
 
 
-def _in_nf4(source: Source) -> Source:
+def _in_nf4(source: Source) -> Packed:
     tensors, parts, made = dict(source.tensors), dict[str, SourceTensor](), dict[str, Made]()
-    matrices = bitsandbytes.matrices(source)
-    for name, matrix in matrices.items():
+    for name, matrix in bitsandbytes.matrices(source).items():
         for stored in matrix.stored:
             del tensors[stored]
         tensors[name] = SourceTensor("BF16", matrix.shape, "", 0)
         names = [name + part.suffix for part in NF4.parts]
         parts |= dict(zip(names, matrix.parts, strict=True))
         made |= {names[1]: matrix.nested} if matrix.nested else {}
-    return Packed(source.folder, source.files, tensors, source.auxiliary, NF4, parts, made) if matrices else source
+    return Packed(source.folder, source.files, tensors, source.auxiliary, NF4, parts, made)
 
 
 def _parts(source: Source, packing: Packing) -> dict[str, tuple[str, ...]]:

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from tiny import LLAMA, oracle
 
 from trireme.engine.tuning.chosen import chosen
-from trireme.engine.tuning.packed_source import check_packing
+from trireme.engine.tuning.packed_source import Packed
 from trireme.engine.tuning.parts import open_checkpoint
 from trireme.models.config import InputError, read_config
 from trireme.storage.checkpoint import open_source
@@ -75,11 +75,10 @@ def test_the_key_that_an_older_modelopt_has_not_written_is_named(tmp_path):
     del config["quantization_config"]
     (tmp_path / "in/config.json").write_text(json.dumps(config))
     with pytest.raises((InputError, CheckpointError), match="hf_quant_config.json") as refused:
-        check_packing(read_config(tmp_path / "in"), open_checkpoint(tmp_path / "in"), print)
+        open_checkpoint(tmp_path / "in", read_config(tmp_path / "in").packing)
     key = re.search(r'Put "quantization_config": ({.*}) into', str(refused.value))[1]
     set_config(tmp_path / "in", quantization_config=json.loads(key))
-    cfg = read_config(tmp_path / "in")
-    check_packing(cfg, open_checkpoint(tmp_path / "in", cfg.packing), print)
+    assert isinstance(open_checkpoint(tmp_path / "in", read_config(tmp_path / "in").packing), Packed)
 
 
 def test_code_that_config_names_is_copied_and_not_run(folder):

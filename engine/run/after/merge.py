@@ -12,7 +12,7 @@ from trireme.engine.run import config_file, opening, screen
 from trireme.engine.run.after import hub
 from trireme.engine.run.options import Merge, Options
 from trireme.engine.tuning.merging import merge_adapter, new_folder
-from trireme.engine.tuning.packed_source import Packed, as_stored, check_packing
+from trireme.engine.tuning.packed_source import Packed, as_stored
 from trireme.engine.tuning.parts import open_checkpoint
 from trireme.engine.tuning.peft import convert_adapter, scored_by
 from trireme.models.config import InputError, read_config
@@ -28,7 +28,6 @@ def run(o: Merge) -> None:
     base, run = hub.base_for(folder, o.model), config_file.of_run(folder) or Options()
     cfg = scored_by(folder, read_config(base, run.rope_factor))
     source = open_checkpoint(base, cfg.packing, screen.warn)
-    check_packing(cfg, source, screen.warn)
     if o.expert_adapters:
         with new_folder(out) as place:
             convert_adapter(folder, as_stored(cfg, source), place, o.expert_adapters == "separate")

@@ -39,7 +39,7 @@ from trireme.engine.tuning.adapters import Adapter
 from trireme.engine.tuning.base import CheckpointBase, why_copied
 from trireme.engine.tuning.chosen import adapted, aware
 from trireme.engine.tuning.headed import names_in, pad_in
-from trireme.engine.tuning.packed_source import as_stored, check_packing
+from trireme.engine.tuning.packed_source import as_stored
 from trireme.engine.tuning.parts import open_checkpoint
 from trireme.engine.tuning.peft import read_adapter, scored_by
 from trireme.engine.tuning.peft_config import CONFIG
@@ -110,8 +110,7 @@ def open_finished(name: str, model: str | None = None) -> Finished:
     base = Path(hub.base_for(path, model)) if is_adapter else path
     cfg = read_config(base, run.rope_factor if is_adapter else None)
     cfg = scored_by(path, cfg) if is_adapter else cfg
-    source = open_checkpoint(base, cfg.packing, lambda _: None)
-    check_packing(cfg, source, screen.warn)
+    source = open_checkpoint(base, cfg.packing, screen.warn)
     cfg = as_stored(cfg, source)
     adapter = read_adapter(path, cfg) if is_adapter else None
     cfg = replace(adapted(cfg, adapter.lora) if adapter else replace(cfg, frozen=("*",)), trains=False)
