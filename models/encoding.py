@@ -72,13 +72,18 @@ def _fp4(packing: Packing, x: Tensor, extent: Tensor) -> tuple[Tensor, ...]:
     if len(packing.parts) == 2:
         return _mxfp4(x, packing.block[1])
     groups = x.unflatten(2, (-1, packing.block[1]))  # (M, R, G, group)
-    of_all = (LARGEST_CODE * LARGEST_E2M1 / extent.double()).float().where(extent > 0, 1.0).view(-1, 1, 1, 1)
+    of_all = nvfp4_factor(extent).view(-1, 1, 1, 1)
     scales = groups.abs().amax(3, keepdim=True) / LARGEST_E2M1 * of_all
     scales = scales.clamp(max=LARGEST_CODE).to(torch.float8_e4m3fn)
     wide = scales.float()
     scales = wide.where(wide > 0, SMALLEST["F8_E4M3"]).to(scales.dtype)
     codes = _in_e2m1(groups / (scales.float() / of_all))
     return codes, scales, of_all if packing.divides else 1 / of_all
+
+
+def nvfp4_factor(extent: Tensor) -> Tensor:
+    """What the scales of matrices with these largest magnitudes are multiplied by, (M,) fp32."""
+    return (LARGEST_CODE * LARGEST_E2M1 / extent.double()).float().where(extent > 0, 1.0)
 
 
 def _mxfp4(x: Tensor, group: int) -> tuple[Tensor, ...]:
@@ -100,25 +105,31 @@ def _in_e2m1(scaled: Tensor) -> Tensor:
 
 
 def _e4m3(packing: Packing, x: Tensor, extent: Tensor) -> tuple[Tensor, ...]:
-    (B, K), (R, C), dtype = packing.block, x.shape[1:], packing.parts[1].dtypes[0]
-    B, K = min(B, R), min(K, C)
+    R, C = x.shape[1:]
+    B, K = min(packing.block[0], R), min(packing.block[1], C)
     blocks = pad(x, (0, -C % K, 0, -R % B)).unflatten(2, (-1, K)).unflatten(1, (-1, B))  # (M, S, B, T, K)
     most = blocks.abs().amax((2, 4), keepdim=True)
-    if packing.block[0] == WHOLE:
-        of_all = extent.view(-1, 1, 1, 1, 1)
-        most = of_all.where(of_all > 0, most)
-    if dtype in ("U8", "F8_E8M0"):
-        power = torch.ceil(torch.log2((most / LARGEST_CODE).where(most > 0, 1.0)))
-        scale, stored = torch.exp2(power), (power + 127).to(torch.uint8)
-        scaled = blocks / scale
-    elif packing.parts[1].stored == "_scale_inv" and dtype == "F32":  # transformers multiplies by the inverse
-        inverse = (LARGEST_CODE / most).where(most > 0, 1.0)
-        scaled, stored = blocks * inverse, 1 / inverse
-    else:
-        stored = (most / LARGEST_CODE).where(most > 0, 1.0).to(DTYPE[dtype])
-        scaled = blocks / stored.float()
+    by, inverse, stored = e4m3_scales(packing, most, extent.view(-1, 1, 1, 1, 1))
+    scaled = blocks * by if inverse else blocks / by
     codes = scaled.clamp(-LARGEST_CODE, LARGEST_CODE).to(torch.float8_e4m3fn).view(torch.uint8)
     return codes.flatten(3).flatten(1, 2)[:, :R, :C], stored
+
+
+def e4m3_scales(packing: Packing, most: Tensor, extent: Tensor) -> tuple[Tensor, bool, Tensor]:
+    """(what the numbers of a block are divided by, or if True multiplied by, fp32; the scale that is stored), given the
+    largest magnitude of each block and of each matrix.
+    """
+    dtype = packing.parts[1].dtypes[0]
+    if packing.block[0] == WHOLE:
+        most = extent.where(extent > 0, most)
+    if dtype in ("U8", "F8_E8M0"):
+        power = torch.ceil(torch.log2((most / LARGEST_CODE).where(most > 0, 1.0)))
+        return torch.exp2(power), False, (power + 127).to(torch.uint8)
+    if packing.parts[1].stored == "_scale_inv" and dtype == "F32":  # transformers multiplies by the inverse
+        inverse = (LARGEST_CODE / most).where(most > 0, 1.0)
+        return inverse, True, 1 / inverse
+    stored = (most / LARGEST_CODE).where(most > 0, 1.0).to(DTYPE[dtype])
+    return stored.float(), False, stored
 
 
 def _int4(packing: Packing, x: Tensor, extent: Tensor) -> tuple[Tensor, ...]:  # noqa: ARG001

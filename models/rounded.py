@@ -15,9 +15,9 @@ from math import prod
 import torch
 from torch import Tensor
 
-from trireme.models.encoding import encoded, needs_extent
+from trireme.models.encoding import SMALLEST, e4m3_scales, encoded, needs_extent, nvfp4_factor
 from trireme.models.families.packing import MX, Packing
-from trireme.models.packed import decode, in_file_order
+from trireme.models.packed import DTYPE, decode, in_file_order
 
 STRIP = 1 << 22  # numbers that are in fp32 at a time
 Strip = tuple[slice, slice]  # matrices and their rows
@@ -55,9 +55,39 @@ def decode_sum(
         torch.maximum(extent[at[0]], total(at).abs().amax((1, 2)), out=extent[at[0]])
     for at in strips:
         x = total(at)
-        made = zip(encoded(packing, x, extent[at[0]]), packing.shapes(x.shape), strict=True)
-        decode(packing, [part.contiguous().view(own) for part, own in made], into[at])
+        if into.device.type == "cpu" or not launched(packing, x, extent[at[0]], into[at]):
+            made = zip(encoded(packing, x, extent[at[0]]), packing.shapes(x.shape), strict=True)
+            decode(packing, [part.contiguous().view(own) for part, own in made], into[at])
     return result
+
+
+def launched(packing: Packing, x: Tensor, extent: Tensor, out: Tensor) -> bool:
+    """Rounds x in one launch; False if there is none for the packing and shape."""
+    from trireme.kernels.packed import rounding  # Triton, which nothing on a CPU needs
+
+    rows, columns = x.shape[1:]
+    group, kind = min(packing.block[1], columns), packing.parts[1].dtypes[0]
+    if packing.code == "e4m3":
+        block = min(packing.block[0], rows), group
+        if rows % block[0] or columns % block[1]:
+            return False
+        blocks = x.unflatten(2, (-1, block[1])).unflatten(1, (-1, block[0]))
+        most = torch.maximum(blocks.amax((2, 4)), -blocks.amin((2, 4)))
+        by, inverse, scales = e4m3_scales(packing, most, extent.view(-1, 1, 1))
+        wide = torch.exp2(scales.float() - 127) if scales.dtype == torch.uint8 else scales.float()
+        rounding.e4m3_round(x, by, wide, out, block, inverse)
+        return True
+    if group & (group - 1) or group > rounding.BLOCK:
+        return False
+    if packing.code == "nf4":
+        rounding.nf4_round(x, out)
+    elif packing.code == "int4":
+        like = x.new_empty(0, dtype=DTYPE[kind])
+        rounding.int4_round(x, like, out, group, len(packing.parts) == 3, SMALLEST[kind])
+    else:
+        of_all = nvfp4_factor(extent) if len(packing.parts) == 3 else None
+        rounding.fp4_round(x, of_all, out, group, packing.divides)
+    return True
 
 
 def _strips(packing: Packing, experts: int, each: int, shape: tuple[int, int]) -> Iterator[Strip]:

@@ -38,7 +38,7 @@ from trireme.kernels.fp8.quantize import quantize, quantize_experts, quantize_ro
 from trireme.kernels.fp8.reference import new_maxima
 from trireme.kernels.loss.loss import linear_cross_entropy
 from trireme.kernels.loss.reference import Taught
-from trireme.kernels.packed import e4m3, fp4, int4, nf4
+from trireme.kernels.packed import e4m3, fp4, int4, nf4, rounding
 from trireme.kernels.reference import RMS, Act, NormKind
 from trireme.kernels.scan import convolution, scan
 from trireme.kernels.tiles import Chip
@@ -328,6 +328,15 @@ def small_packed_calls():
         G, scales = -(-C // 128), lambda *shape, kind=kind: torch.zeros(2, *shape, dtype=kind)
         for zeros in (None, word(R // 8, G)):
             int4.int4_decode(word(R, C // 8), scales(R, G), zeros, out, 128)
+        x, like = torch.zeros(2, R, C), torch.zeros(0, dtype=kind)
+        rounding.nf4_round(x, out)
+        for group, scale, divide in ((32, None, False), (16, all_of, False), (16, all_of, True)):
+            rounding.fp4_round(x, scale, out, group, divide)
+        for zeros in (False, True):
+            rounding.int4_round(x, like, out, 64, zeros, 2.0**-10)
+        by = torch.zeros(2, -(-R // 128), -(-C // 128))
+        rounding.e4m3_round(x, by, by, out, (128, 128), True)
+        rounding.e4m3_round(x, by[:, :1, :1].contiguous(), by[:, :1, :1].contiguous(), out, (R, C))
 
 
 def fp8_calls():

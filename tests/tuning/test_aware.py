@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from engines import JitterQueues, batches, exchange, final_weights, opened, train
+from kernel_checks import DEVICES
 from packed_files import FORMATS, write_packed
 
 from trireme.engine.between import Reader
@@ -109,6 +110,7 @@ def packed(packing, w):
     return parts, decode(packing, parts, torch.empty_like(w))
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("strip", [1 << 22, 700, 1])
 @pytest.mark.parametrize(("experts", "each", "rows", "columns"), [(1, 1, 80, 64), (4, 1, 48, 96), (3, 2, 24, 64)])
 @pytest.mark.parametrize("name", PACKINGS)
@@ -124,6 +126,40 @@ def test_a_sum_in_strips_is_that_of_whole_matrices(name, experts, each, rows, co
     out = torch.empty_like(total)
     made = decode_sum(packing, parts, a, b, 2.0, out if experts > 1 else out[0], True)
     assert ((made.view(total.shape) - expected).abs() > 1e-6 * expected.abs().max()).sum() <= 2
+
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+OTHERS = {
+    "fp8 in bf16": FP8.with_dtypes(("F8_E4M3", "BF16")), "fp8, powers": FP8.with_dtypes(("F8_E4M3", "U8")),
+    "int4 in fp32": replace(INT4, block=(1, 128)).with_dtypes(("I32", "F32")),
+}  # fmt: skip
+
+
+@pytest.mark.grid("fp8-bf16-cpu", "nvfp4-bf16-cpu")
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", PACKINGS | OTHERS)
+def test_launches_round_to_the_same_bits(name, dtype, device):
+    """Zeros, subnormal and large numbers, ties, and groups with one of them."""
+    packing, dice = (PACKINGS | OTHERS)[name], torch.Generator().manual_seed(len(name))
+    rows, columns = (256, 384) if name.startswith("fp8") else (48, 256)
+    x = torch.randn(3, rows, columns, generator=dice)
+    x[0, ::3] *= torch.exp2(
+        torch.randint(
+            *((-16, 8) if name.startswith("int4") else (-120, 60)), (len(x[0, ::3]), 1), generator=dice
+        ).float()
+    )
+    x[1, :, : columns // 2] = (torch.randint(-24, 25, (rows, columns // 2), generator=dice) / 4).where(
+        x[1, :, ::2] > -1, 0
+    )
+    x[1, :, 0], x[1, 7], x[2, 16:24, 32:64] = 6.0, -0.0, 0
+    shapes, extent = packing.shapes((rows, columns)), x.abs().amax((1, 2))
+    made = zip(encoded(packing, x, extent), shapes, strict=True)
+    parts = [part.contiguous().view(3, *shape) for part, shape in made]
+    expected = decode(packing, parts, torch.empty(x.shape, dtype=DTYPES[dtype]))
+    out = torch.empty(x.shape, dtype=DTYPES[dtype], device=device)
+    assert rounded.launched(packing, x.to(device), extent.to(device), out)
+    assert torch.equal(out.cpu().view(torch.uint8), expected.view(torch.uint8))
 
 
 def test_what_it_does_not_go_with_is_refused(made):
