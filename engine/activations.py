@@ -166,11 +166,11 @@ class InUse(NamedTuple):
 
 def saved_tensors(saved: Iterable[InUse]) -> dict[str, Tensor]:
     """Views of all saved tensors of a layer, by name."""
-    found: dict[str, Tensor] = {}
+    tensors: dict[str, Tensor] = {}
     for use in saved:
         layout = use.of.swap.geo.saved_layout(use.of.u, use.of.names, use.tokens)
-        found |= views(layout, use.buffer.tensor)
-    return found
+        tensors |= views(layout, use.buffer.tensor)
+    return tensors
 
 
 # ---------------------------------------------------------------- all of them
@@ -223,8 +223,8 @@ class ActivationSwap:
         writer, reader, stays = self._gpu(u - 1), self._gpu(u), self.plan.between == "gpu"
         label, back = f"{self.geo.names[u]} x {b}", self.between["x"][1][reader]
         if tier == "gpu":
-            own = Buffer(next(on_gpu))
-            return Activation(self, u, label, own) if writer == reader else self._sent("x", u, b, reader, own)
+            buffer = Buffer(next(on_gpu))
+            return Activation(self, u, label, buffer) if writer == reader else self._sent("x", u, b, reader, buffer)
         if tier is None or (stays and u == self.geo.head):
             return self._sent("x", u, b, reader, back)
         home = self._home(label, tier, in_ram, self.geo.x_bytes(self.plan.tokens))
@@ -310,8 +310,8 @@ class ActivationSwap:
         """Starts a backward pass: what forward left at a home is brought back before its layer, and so are gradients of
         inputs.
         """
-        left = [each for u in range(self.geo.head - 1, 0, -1) for each in self._left(u, n_micro)]
-        self._expect(self.again, [(each, each.later[-1]) for each in left if each.later])
+        left = [activation for u in range(self.geo.head - 1, 0, -1) for activation in self._left(u, n_micro)]
+        self._expect(self.again, [(activation, activation.later[-1]) for activation in left if activation.later])
         self._expect(self.to_next, [(dx, dx.hops[-1]) for of in self.dx[:0:-1] for dx in of[:n_micro] if dx.waits])
 
     def _left(self, u: int, n_micro: int) -> list[Activation]:
@@ -320,14 +320,14 @@ class ActivationSwap:
         """
         x, saved = self.x[u][:n_micro], self.saved[u][:n_micro]
         if self.geo.slices_of[u]:
-            return [*x, *(each for of in saved for each in of)]
-        return [each for b in range(n_micro) for each in (x[b], *saved[b])]
+            return [*x, *(activation for of in saved for activation in of)]
+        return [activation for b in range(n_micro) for activation in (x[b], *saved[b])]
 
     def _expect(self, prefetch: Prefetch, coming: Sequence[tuple[Activation, Hop]]) -> None:
         """`coming`: in the order in which layers read them, with the hop from the home."""
-        for each, hop in coming:
-            each.coming = hop
-        prefetch.expect([(gpu_of(hop.queue), each) for each, hop in coming])
+        for activation, hop in coming:
+            activation.coming = hop
+        prefetch.expect([(gpu_of(hop.queue), activation) for activation, hop in coming])
 
     def go_on(self) -> None:
         """To be called when a buffer was freed or an activation stored: starts the transfers that can start now."""

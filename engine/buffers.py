@@ -70,8 +70,8 @@ def _buffers(geo: Geometry, plan: Plan, units: Alike) -> list[Buffers]:
         return made
     made = [b for b in made if b.tier != "gpu"]
     for gpu in range(plan.gpus):
-        own = [(u, n) for u, n in units if plan.units[u].gpu == gpu]
-        made += [replace(b, gpu=gpu) for b in _made(geo, plan, own) if b.tier == "gpu"]
+        of_gpu = [(u, n) for u, n in units if plan.units[u].gpu == gpu]
+        made += [replace(b, gpu=gpu) for b in _made(geo, plan, of_gpu) if b.tier == "gpu"]
         made += _lent(
             geo, plan, [(u, n) for u, n in units if u and plan.units[u].lent and plan.units[u].peer == gpu], gpu
         )
@@ -115,14 +115,14 @@ def _spans(layouts: Sequence[Layout]) -> list[int]:
 
 def _by_class(geo: Geometry, units: Alike, sizes: Sequence[int]) -> dict[str, tuple[int, int]]:
     """Size class -> (largest size, number of units). `sizes`: bytes of each unit; units of size 0 are left out."""
-    found: dict[str, tuple[int, int]] = {}
+    classes: dict[str, tuple[int, int]] = {}
     for u, alike in units:
         if not sizes[u]:
             continue
         kind = geo.size_class(u)
-        biggest, count = found.get(kind, (0, 0))
-        found[kind] = (max(biggest, sizes[u]), count + alike)
-    return found
+        biggest, count = classes.get(kind, (0, 0))
+        classes[kind] = (max(biggest, sizes[u]), count + alike)
+    return classes
 
 
 def _pools(geo: Geometry, tier: Tier, what: What, units: Alike, sizes: Sequence[int], window: int) -> Iterable[Buffers]:
@@ -265,8 +265,8 @@ def workspace(geo: Geometry, plan: Plan, gpu: int = 0) -> int:
     rotary table.
     """
     wide = 4 if plan.sums_wide else ITEMSIZE[plan.dtype]
-    each = {geo.kinds[u]: u for u in range(geo.head) if plan.units[u].gpu == gpu}.values()  # by kind
-    needs = [geo.workspace_bytes(u, plan.tokens, wide) for u in each]
+    first = {geo.kinds[u]: u for u in range(geo.head) if plan.units[u].gpu == gpu}.values()  # by kind
+    needs = [geo.workspace_bytes(u, plan.tokens, wide) for u in first]
     if gpu == plan.units[geo.head].gpu:
         needs.append(geo.workspace_bytes(geo.head, plan.tokens, wide))
     temporaries = max(needs, default=0)

@@ -223,8 +223,8 @@ def in_ram(
         answers, counterparts = (in_ram(cfg, half, pinned) for half in micro_batch.halves())
         return answers._replace(of_docs=documents_of(micro_batch), kl=counterparts, noise=noise)
     pin = Tensor.pin_memory if pinned else lambda tensor: tensor
-    given = micro_batch.ids, micro_batch.labels, np.flatnonzero(micro_batch.labels >= 0)
-    ids, labels, loss_rows = (pin(torch.from_numpy(array.astype(np.int64))) for array in given)
+    arrays = micro_batch.ids, micro_batch.labels, np.flatnonzero(micro_batch.labels >= 0)
+    ids, labels, loss_rows = (pin(torch.from_numpy(array.astype(np.int64))) for array in arrays)
     docs, weights = ops.lay_docs(micro_batch.lengths), micro_batch.weights
     docs = docs._replace(content=pin(docs.content))
     of_docs, factors = documents_of(micro_batch), None
@@ -245,11 +245,11 @@ def with_dropout(cfg: ModelConfig, batch: list[InRam], seed: int, step: int) -> 
     """
     if cfg.lora is None or not cfg.lora.dropout:
         return batch
-    key, first, found = zlib.crc32(f"lora_dropout {seed} {step}".encode()) >> 1, 0, list[InRam]()
+    key, first, dropped = zlib.crc32(f"lora_dropout {seed} {step}".encode()) >> 1, 0, list[InRam]()
     for mb in batch:
-        found.append(mb._replace(dropout=Dropout(cfg.lora.dropout, key, first)))
+        dropped.append(mb._replace(dropout=Dropout(cfg.lora.dropout, key, first)))
         first += mb.tokens
-    return found
+    return dropped
 
 
 def documents_of(micro_batch: MicroBatch) -> Documents | None:

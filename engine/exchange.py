@@ -190,7 +190,7 @@ def fill(
     for device in placement.queues.devices:
         if device.type == "cuda":  # zeros on the GPU, which other streams read
             torch.cuda.current_stream(device).synchronize()
-    return checksum(found.encode() for found in sums)
+    return checksum(part.encode() for part in sums)
 
 
 def fill_base(placement: Placement, read: Read, progress: Progress = silent, filled: Loaded = silent) -> dict[str, str]:
@@ -203,10 +203,10 @@ def fill_base(placement: Placement, read: Read, progress: Progress = silent, fil
     to_read = lambda v: placement.geo.base[v].tensors and (trains or not placement.in_place(Entry("base", v)))
     with ThreadPoolExecutor(LOADERS) as pool:
         for u, slices in enumerate(placement.geo.slices_of):
-            found = [v for v in (u, *slices) if to_read(v)]
-            for v in found:
+            entries = [v for v in (u, *slices) if to_read(v)]
+            for v in entries:
                 sums[placement.geo.base_names[v]] = _fill_weights(placement, Entry("base", v), read, pool, progress)
-            if found:
+            if entries:
                 filled(u)
     return sums
 
@@ -223,7 +223,7 @@ def _fill_weights(placement: Placement, entry: Entry, read: Read, pool: ThreadPo
             plain, packing = [t for t in layout.tensors if not t.name.endswith(FP8)], placement.geo.cfg.packing
             sums += pool.map(lambda t: fill_weight(t, buffer, read, packing), plain)
         progress(layout.span)
-    return checksum(found.encode() for found in sums)
+    return checksum(part.encode() for part in sums)
 
 
 def _fill_codes(
@@ -252,11 +252,11 @@ def _fill_codes(
                 out[at : at + len(values)] = fp8.codes_of(values.float(), power).view(torch.uint8).numpy()
                 at += len(values)
 
-    found = list(pool.map(largest, sizes))
-    power = fp8.power_of(torch.stack([most for most, _ in found]).amax(0))
+    maxima = list(pool.map(largest, sizes))
+    power = fp8.power_of(torch.stack([most for most, _ in maxima]).amax(0))
     _numpy(buffer, layout[name + SCALE])[:] = fp8.power2(-power).numpy()
     list(pool.map(write, sizes))
-    return [told for _, told in found]
+    return [digest for _, digest in maxima]
 
 
 def _fill_record(placement: Placement, u: int, r: int, read: Read, in_bf16: Container[str], blank: bool) -> None:

@@ -39,10 +39,10 @@ class Stretch(NamedTuple):
 
 
 class Slice(NamedTuple):
-    """Some of unit u's frozen experts, `own`. It is a unit of frozen weights, numbered after the units of the model."""
+    """Some of unit u's frozen `experts`. It is a unit of frozen weights, numbered after the units of the model."""
 
     u: int
-    own: range
+    experts: range
 
 
 def extent(piece: Sequence[Stretch]) -> tuple[int, int]:
@@ -58,8 +58,8 @@ def cached_method(method: Callable[..., Value]) -> Callable[..., Value]:
         key = method.__name__, args
         if key not in self.cache:
             self.cache[key] = method(self, *args)
-        found: Value = self.cache[key]
-        return found
+        value: Value = self.cache[key]
+        return value
 
     return call
 
@@ -92,7 +92,7 @@ class Geometry:
     @cached_property
     def slices(self) -> tuple[Slice, ...]:
         """The slices of all units, in order."""
-        return tuple(Slice(u, own) for u in range(self.n_units) for own in narrow.slices(self.cfg, u))
+        return tuple(Slice(u, experts) for u in range(self.n_units) for experts in narrow.slices(self.cfg, u))
 
     @cached_property
     def slices_of(self) -> tuple[range, ...]:
@@ -111,13 +111,13 @@ class Geometry:
     def share_of_slice(self, v: int) -> float:
         """The share of its layer's experts that a slice has."""
         assert self.cfg.experts is not None
-        return len(self.slice_at(v).own) / self.cfg.experts.count
+        return len(self.slice_at(v).experts) / self.cfg.experts.count
 
     @cached_property
     def base_names(self) -> tuple[str, ...]:
         """Names of the units of frozen weights."""
         rest = (f"{name} rest" if of else name for name, of in zip(self.names, self.slices_of, strict=True))
-        return *rest, *(f"{self.names[u]} experts {own.start}-{own.stop - 1}" for u, own in self.slices)
+        return *rest, *(f"{self.names[u]} experts {experts.start}-{experts.stop - 1}" for u, experts in self.slices)
 
     @cached_property
     def base_bytes(self) -> tuple[int, ...]:
@@ -134,7 +134,7 @@ class Geometry:
     def base(self) -> tuple[Layout, ...]:
         """Layouts of the frozen weights of each unit, then of each slice. Matrices of fp8 matmuls are fp8 codes."""
         groups = [(u, narrow.base_groups(self.cfg, u)) for u in range(self.n_units)]
-        groups += [(u, narrow.slice_groups(self.cfg, u, own)) for u, own in self.slices]
+        groups += [(u, narrow.slice_groups(self.cfg, u, experts)) for u, experts in self.slices]
         return tuple(pack(of, self.dtype, narrow.own_dtypes(self.cfg, u)) for u, of in groups)
 
     @cached_property
@@ -192,12 +192,12 @@ class Geometry:
 
     def _slice_on_disk(self, v: int, parts: Mapping[str, narrow.PartOf]) -> Layout:
         """The same for a slice of experts."""
-        u, own = self.slice_at(v)
+        u, experts = self.slice_at(v)
         of_all = {name: shape for group in shapes.frozen_groups(self.cfg, u) for name, shape in group}
         specs = list[tuple[str, str, tuple[int, ...]]]()
         for t in self.base[v].tensors:
-            found = parts[t.name].stored if t.name in parts else shapes.on_disk(self.cfg, t.name, of_all[t.name])
-            specs += [(name, t.dtype, shape) for name, shape in narrow.slice_on_disk(self.cfg, found, own)]
+            spec = parts[t.name].stored if t.name in parts else shapes.on_disk(self.cfg, t.name, of_all[t.name])
+            specs += [(name, t.dtype, shape) for name, shape in narrow.slice_on_disk(self.cfg, spec, experts)]
         return sequential(specs)
 
     @cached_property
@@ -210,19 +210,19 @@ class Geometry:
             layout = self._on_disk(self.base[u], narrow.packed_parts(self.cfg, u))
             room[u] = layout.span + 2 * ALIGN * len(layout.tensors)
         made = dict[tuple[int, range], int]()
-        for v, (u, own) in enumerate(self.slices, self.n_units):
-            if (self.alike[u], own) not in made:
+        for v, (u, experts) in enumerate(self.slices, self.n_units):
+            if (self.alike[u], experts) not in made:
                 layout = self._slice_on_disk(v, narrow.packed_parts(self.cfg, u))
-                made[self.alike[u], own] = layout.span + 2 * ALIGN * len(layout.tensors)
-        return *(room[u] for u in self.alike), *(made[self.alike[u], own] for u, own in self.slices)
+                made[self.alike[u], experts] = layout.span + 2 * ALIGN * len(layout.tensors)
+        return *(room[u] for u in self.alike), *(made[self.alike[u], experts] for u, experts in self.slices)
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
         """For each unit the first unit of the same kind with as many trained and frozen bytes."""
         first = dict[tuple[str, int, int, int], int]()
         trained = (layout.nbytes for layout in self.weights)
-        each = zip(self.kinds, trained, self.base_room[: self.n_units], self.base_bytes, strict=True)
-        return tuple(first.setdefault(size, u) for u, size in enumerate(each))
+        described = zip(self.kinds, trained, self.base_room[: self.n_units], self.base_bytes, strict=True)
+        return tuple(first.setdefault(size, u) for u, size in enumerate(described))
 
     @cached_property
     def gradients(self) -> tuple[Layout, ...]:
@@ -297,8 +297,8 @@ class Geometry:
     @cached_method
     def records(self, u: int, record: int) -> list[tuple[int, int]]:
         """Ranges [start, stop) of the elements in each of unit u's records; with several hosts, those of this host."""
-        own = self.share(u, record)
-        return [(a, b) for a, b in self.all_records(u, record) if own.start <= a < own.stop]
+        share = self.share(u, record)
+        return [(a, b) for a, b in self.all_records(u, record) if share.start <= a < share.stop]
 
     def all_records(self, u: int, record: int) -> list[tuple[int, int]]:
         """The same of all hosts."""
@@ -322,8 +322,8 @@ class Geometry:
     @cached_method
     def share_spans(self, record: int) -> tuple[int, ...]:
         """Bytes of this host's share of each unit's gradient; of one host, of the whole unit."""
-        own = (self.share(u, record) for u in range(self.n_units))
-        parts = (round_up((s.stop - s.start) * ITEMSIZE[self.dtype]) for s in own)
+        shares = (self.share(u, record) for u in range(self.n_units))
+        parts = (round_up((s.stop - s.start) * ITEMSIZE[self.dtype]) for s in shares)
         return tuple(parts if self.hosts > 1 else (layout.span for layout in self.weights))
 
     def workspace_bytes(self, u: int, tokens: int, grad_itemsize: int) -> int:
@@ -376,15 +376,15 @@ class Geometry:
 
     @cached_method
     def _saved_layout(self, kind: str, names: frozenset[str], tokens: int) -> Layout:
-        found = shapes.saved_shapes(self.cfg, tokens, kind)
-        specs = [(n, self.dtype if d == "compute" else d, s) for n, (s, d) in found.items() if n in names]
+        saved = shapes.saved_shapes(self.cfg, tokens, kind)
+        specs = [(n, self.dtype if d == "compute" else d, s) for n, (s, d) in saved.items() if n in names]
         return sequential(specs, align=256)  # as torch's: cuBLAS chooses by alignment
 
     @cached_method
     def passed_layout(self, tokens: int) -> Layout:
         """Layout of the sums that a slice of experts passes to the next."""
-        found = shapes.passed_shapes(self.cfg, tokens)
-        return sequential([(n, d, s) for n, (s, d) in found.items()], align=256)
+        passed = shapes.passed_shapes(self.cfg, tokens)
+        return sequential([(n, d, s) for n, (s, d) in passed.items()], align=256)
 
     def x_bytes(self, tokens: int) -> int:
         """Bytes of the input of a unit, (tokens, D) in the compute dtype."""

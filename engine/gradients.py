@@ -281,8 +281,8 @@ class SharedGradients(Gradients):
         self.aside.discard(u)
         accumulator, name, kind = self.holding.pop(u), self.geo.names[u], self.geo.size_class(u)
         shares, size = self.geo.shares(u, self.plan.record), self.itemsize
-        own = shares[self.plan.host]
-        mine = self.landings[kind].acquire(name) if own.stop > own.start else None
+        share = shares[self.plan.host]
+        mine = self.landings[kind].acquire(name) if share.stop > share.start else None
         whole = self.whole[kind].acquire(name) if self.plan.last_host else None
         if whole is None:
             last, landed = self._pass_on(u, accumulator), None
@@ -295,18 +295,18 @@ class SharedGradients(Gradients):
             if whole is not None:
                 parts = [whole.tensor[s.start * size : s.stop * size] for s in shares]
             if mine is not None:
-                here = mine.tensor[: (own.stop - own.start) * size]
+                here = mine.tensor[: (share.stop - share.start) * size]
                 if whole is not None:
                     here.copy_(parts[self.plan.host])
                 parts[self.plan.host] = here
             self.wire.deal("net", self.plan.hosts - 1, parts)
 
-        nbytes = size * (self.geo.numel[u] if whole is not None else own.stop - own.start)
+        nbytes = size * (self.geo.numel[u] if whole is not None else share.stop - share.start)
         ready = (*([landed] if landed else ()), *(mine.ready if mine else ()))
         dealt = self.queues.run("net", "gradient", name, deal, ready, nbytes=nbytes)
         if whole is not None:
             whole.free((dealt,))
-        self._land_in(u, mine or Buffer(NOTHING), dealt, own.start)
+        self._land_in(u, mine or Buffer(NOTHING), dealt, share.start)
 
     def set_aside(self, u: int) -> None:
         """Sends the sum to the next host. It comes back to the first host, which continues it."""
@@ -342,9 +342,9 @@ class SharedGradients(Gradients):
         return self.queues.run("net", "weights", self.geo.names[u], gather, (updated,), nbytes=nbytes)
 
     def over_hosts(self, loads: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
-        own = torch.stack([torch.stack(of_all).sum(0).double() for of_all in zip(*loads, strict=True)])
-        parts = [torch.empty_like(own) for _ in range(self.plan.hosts)]
-        parts[self.plan.host] = own
+        sums = torch.stack([torch.stack(of_all).sum(0).double() for of_all in zip(*loads, strict=True)])
+        parts = [torch.empty_like(sums) for _ in range(self.plan.hosts)]
+        parts[self.plan.host] = sums
         self.wire.gather("statistics", parts)
         counts, scores = torch.stack(parts).sum(0)
         return [(counts, scores)]
@@ -354,14 +354,14 @@ class SharedGradients(Gradients):
 
     def totals(self, loss: Callable[[Tensor], Tensor], gpu: int, others: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """As of Gradients. The loss is summed from host to host; the last host has the norm, and sends both to all."""
-        found, wire, host = torch.zeros(2, dtype=torch.float64), self.wire, self.plan.host
+        sums, wire, host = torch.zeros(2, dtype=torch.float64), self.wire, self.plan.host
         if host:
-            wire.receive("statistics", host - 1, found[:1])
-        found[:1] = loss(found[0].to(self.sums[gpu].device)).cpu()
+            wire.receive("statistics", host - 1, sums[:1])
+        sums[:1] = loss(sums[0].to(self.sums[gpu].device)).cpu()
         if not self.plan.last_host:
-            wire.send("statistics", host + 1, found[:1])
+            wire.send("statistics", host + 1, sums[:1])
         else:
-            found[1:] = self.norm(gpu, others).cpu()
-        wire.deal("statistics", self.plan.hosts - 1, [found] * self.plan.hosts)
-        loss_, norm = found.to(self.sums[gpu].device)
+            sums[1:] = self.norm(gpu, others).cpu()
+        wire.deal("statistics", self.plan.hosts - 1, [sums] * self.plan.hosts)
+        loss_, norm = sums.to(self.sums[gpu].device)
         return loss_, norm

@@ -44,7 +44,7 @@ def forward_block(e: Engine, u: int, b: int, w: LayerPart, mb: Inputs, train: bo
     again = train and u + 1 < e.geo.head
     x = e.activations.x[u][b].read(last=w.ends)
     out = [e.activations.x[u + 1][b].fill(mb.tokens, again)] if w.ends else []
-    saved = [each.fill(mb.tokens) for each in e.activations.saved[u][b]] if train and w.ends else []
+    saved = [activation.fill(mb.tokens) for activation in e.activations.saved[u][b]] if train and w.ends else []
     passed = e.activations.from_slice(u, b, w.begins, w.ends)
 
     def forward() -> None:
@@ -95,11 +95,11 @@ def loss(
 
     def add() -> None:
         at, top = mb.on(e.gpu(u)), head.with_output(e.cfg, weights[u], weights.get(0))
-        own = head.with_output(e.cfg, grads[u], grads.get(0))
+        into_head = head.with_output(e.cfg, grads[u], grads.get(0))
         if into.comparison:
             plain = head_losses(e.cfg, at._replace(factors=None), top, x.rows())
             at = at._replace(factors=into.comparison.factors(b, plain), correct=None)
-        losses[b] = head_losses(e.cfg, at, top, x.rows(), into.scale, own, dx.rows(), parts)
+        losses[b] = head_losses(e.cfg, at, top, x.rows(), into.scale, into_head, dx.rows(), parts)
 
     weights = {v: weights_of(e, layer) for v, layer in w.items()}
     grads = {v: gradients_of(e, v, gradient) for v, gradient in into.g.items()}
@@ -113,15 +113,17 @@ def head_losses(
     top: head.HeadWeights,
     x: Tensor,
     scale: float = 1.0,
-    own: head.HeadWeights | None = None,
+    gradients: head.HeadWeights | None = None,
     dx: Tensor | None = None,
     parts: list[Tensor] | None = None,
 ) -> Tensor:
-    """The losses (N,) of a micro-batch's tokens, times their factors; with `own` and `dx` adds gradients there.
+    """The losses (N,) of a micro-batch's tokens, times their factors; with `gradients` and `dx` adds gradients there.
 
     `parts`: with a teacher, the sums of the two parts of the losses are appended, (2,) fp64.
     """
-    losses = head.head_loss(cfg, top, x, at.labels, at.loss_rows, scale, own, dx, at.factors, at.shares, at.correct)
+    losses = head.head_loss(
+        cfg, top, x, at.labels, at.loss_rows, scale, gradients, dx, at.factors, at.shares, at.correct
+    )
     losses = losses if at.factors is None else losses * at.factors
     if at.shares is None or not cfg.teaching:
         return losses
@@ -139,7 +141,7 @@ def backward_block(e: Engine, u: int, b: int, w: LayerPart, mb: Inputs) -> Task:
     """
     gradient = e.gradients.get(u)
     x, dy = e.activations.x[u][b].read(last=w.ends), e.activations.dx[u + 1][b].read(last=w.ends)
-    saved = [each.read() for each in e.activations.saved[u][b]] if w.ends else []
+    saved = [activation.read() for activation in e.activations.saved[u][b]] if w.ends else []
     dx = [e.activations.dx[u][b].fill(mb.tokens)] if w.ends else []
     passed = e.activations.from_slice(u, b, w.begins, w.ends)
 
@@ -150,8 +152,8 @@ def backward_block(e: Engine, u: int, b: int, w: LayerPart, mb: Inputs) -> Task:
         model.backward(e.cfg, u, weights, grads, *tensors)
 
     weights, grads = weights_of(e, w), gradients_of(e, u, gradient)
-    kept = frozenset(name for name, _ in e.plan.units[u].saved)
-    flops = measure.backward_flops(e.cfg, u, mb.tokens, mb.pairs, kept)
+    names = frozenset(name for name, _ in e.plan.units[u].saved)
+    flops = measure.backward_flops(e.cfg, u, mb.tokens, mb.pairs, names)
     uses: list[Use] = [w, gradient, x, *saved, dy, *dx, *passed]
     done = e.compute("backward", u, backward, uses, flops * w.share, w.name)
     if w.ends:

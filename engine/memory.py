@@ -129,8 +129,8 @@ class Pool:
             raise RuntimeError(
                 f"pool {self.name}: {owner} needs a buffer and all {len(self.buffers)} are owned ({owners})"
             )
-        found = (i for i, b in enumerate(self._free) if b.content is content)
-        buffer = self._free.pop(0 if content is None else next(found, 0))
+        places = (i for i, b in enumerate(self._free) if b.content is content)
+        buffer = self._free.pop(0 if content is None else next(places, 0))
         if buffer.content is not content:
             self.empty(buffer)
         buffer.owner = owner

@@ -83,8 +83,8 @@ class Optimizer:
         brought = lambda gpu: self.gradients.sums[gpu].to("cpu")
         sums = [self._on(gpu, "sums of squares", partial(brought, gpu)) for gpu in others]
 
-        def add(begun: Tensor) -> Tensor:
-            return sum((part.double().sum().to(begun.device) for part in losses), begun)
+        def add(start: Tensor) -> Tensor:
+            return sum((part.double().sum().to(start.device) for part in losses), start)
 
         def conclude() -> Tensor:
             loss, norm = self.gradients.totals(add, self.head_gpu, [task.wait() for task in sums])

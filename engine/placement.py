@@ -134,8 +134,8 @@ def stored(geo: Geometry, record: int, entry: Entry, *parts: str) -> list[Stored
     if entry.kind != "state":
         return [Stored(entry, f"{entry.kind}-{entry.u:05d}", 0, _by_names(geo, entry))]
     a, b = geo.records(entry.u, record)[entry.r]
-    found, r = geo.state_parts(b - a), a // record  # of all hosts' records
-    return [Stored(entry, f"{part}-{entry.u:05d}-{r:04d}", *found[part]) for part in parts or found]
+    layouts, r = geo.state_parts(b - a), a // record  # of all hosts' records
+    return [Stored(entry, f"{part}-{entry.u:05d}-{r:04d}", *layouts[part]) for part in parts or layouts]
 
 
 def entries(geo: Geometry, record: int) -> Iterator[Entry]:

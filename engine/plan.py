@@ -151,8 +151,8 @@ class Plan:
         if any(not 0 <= unit.gpu < MOST_GPUS for unit in self.distinct.values()):
             raise InputError(f"plan: units are on GPUs 0 to {MOST_GPUS - 1}")
         lent = [(u, unit) for u, unit in self.distinct.items() if unit.lent]
-        if found := [u for u, unit in lent if unit.peer == unit.gpu or not 0 <= unit.peer < MOST_GPUS]:
-            raise InputError(f"plan: unit {found[0]} saves in a peer, which is another GPU than its own")
+        if wrong := [u for u, unit in lent if unit.peer == unit.gpu or not 0 <= unit.peer < MOST_GPUS]:
+            raise InputError(f"plan: unit {wrong[0]} saves in a peer, which is another GPU than its own")
         inner = self.units[1:-1]
         if self.halves and any(a.gpu != b.gpu for a, b in zip(inner[::2], inner[1::2], strict=True)):
             raise InputError("plan: both halves of a block are on one GPU")
@@ -291,11 +291,11 @@ class Plan:
 
 def spread_evenly(n: int, shares: Sequence[float]) -> list[int]:
     """Assigns n items: each goes to the index of `shares` that is furthest behind its share."""
-    had, found = [0] * len(shares), list[int]()
+    had, indices = [0] * len(shares), list[int]()
     for i in range(1, n + 1):
-        found.append(max(range(len(shares)), key=lambda k: shares[k] / sum(shares) * i - had[k]))
-        had[found[-1]] += 1
-    return found
+        indices.append(max(range(len(shares)), key=lambda k: shares[k] / sum(shares) * i - had[k]))
+        had[indices[-1]] += 1
+    return indices
 
 
 def _check_words(

@@ -135,7 +135,7 @@ def _streamed(e: Engine, parts: Sequence[LayerPart]) -> Iterator[tuple[int, Any]
     if e.plan.gpus > 1 and not e.queues.simulated:
         arrived.wait()  # another thread's queue
     yield part.u, weights_of(e, part)
-    nbytes = e.geo.base[part.v].span if part.own else whole
+    nbytes = e.geo.base[part.v].span if part.slice else whole
     done = e.queues.run(queue, "token", part.name, lambda: None, nbytes=nbytes)  # what the caller read
     for used in parts:
         used.done(done)

@@ -68,7 +68,7 @@ class Kernels:
         hyper["n_decay"] = min(max(self.geo.n_decay[u] - a, 0), b - a)
         if self.plan.adam_bits < 32:
             hyper |= dict(seed=u, first=a)
-        more = {} if part == "all" else {"part": part}
+        only = {} if part == "all" else {"part": part}
         on_cuda = on_gpu and self.on_cuda
         if self.workers is None:
             return lambda *_: None  # of a simulation
@@ -78,7 +78,7 @@ class Kernels:
 
         def adamw(w: Tensor, state: Mapping[str, Tensor], grad: Tensor) -> None:
             moments = [state[name] for name in ("m", "m_floor", "v", "v_floor") if name in state]
-            kernel(w, state.get("lo"), *moments, grad, clip, **hyper, **more)
+            kernel(w, state.get("lo"), *moments, grad, clip, **hyper, **only)
 
         return adamw
 
@@ -268,10 +268,10 @@ class StreamedUpdates:
     def hand_over(self, u: int, gradient: Landed) -> None:
         """Queues unit u's update."""
         weights, read = self.weights.in_ram(u), []
-        held = weights.get()
+        buffer = weights.get()
         come = (*weights.ready, *weights.home.last)  # the copy of the last update reads them, too
         for r, (a, b) in enumerate(self.geo.records(u, self.plan.record)):
-            up, done = self._record(u, r, flat(held.tensor, self.geo.dtype, b)[a:], come, gradient)
+            up, done = self._record(u, r, flat(buffer.tensor, self.geo.dtype, b)[a:], come, gradient)
             read.append(up)
         if self.part == "weights":
             self.on_cpu.moments_later(u, gradient, read)

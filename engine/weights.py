@@ -163,13 +163,13 @@ class UnitWeights:
 
 
 class LayerPart:
-    """What a task computes with: a layer's weights, and of experts that come in slices one slice, from `own`."""
+    """What a task computes with: a layer's weights, and of experts that come in slices one `slice`."""
 
-    def __init__(self, layer: UnitWeights, geo: Geometry, v: int | None = None, own: OnGpu | None = None):
+    def __init__(self, layer: UnitWeights, geo: Geometry, v: int | None = None, of_slice: OnGpu | None = None):
         """`v`: the slice's number as a unit of frozen weights; None: the layer has no slices."""
-        self.layer, self.u, self.v, self.own = layer, layer.u, layer.u if v is None else v, own
+        self.layer, self.u, self.v, self.slice = layer, layer.u, layer.u if v is None else v, of_slice
         self.name = layer.name if v is None else geo.base_names[v]
-        self.experts = None if v is None else geo.slice_at(v).own
+        self.experts = None if v is None else geo.slice_at(v).experts
         self.share = 1.0 if v is None else geo.share_of_slice(v)  # of the layer's work
         numbers = geo.slices_of[layer.u]
         self.begins, self.ends = v in (None, *numbers[:1]), v in (None, *numbers[-1:])
@@ -177,30 +177,30 @@ class LayerPart:
 
     @property
     def may_come(self) -> bool:
-        return self.own is None or self.own.may_come
+        return self.slice is None or self.slice.may_come
 
     def fetch(self) -> None:
-        if self.own is not None:
-            self.own.fetch()
+        if self.slice is not None:
+            self.slice.fetch()
 
     @property
     def stored(self) -> tuple[OnGpu, ...]:
-        return (self.layer.trained, self.layer.frozen, *((self.own,) if self.own else ()))
+        return (self.layer.trained, self.layer.frozen, *((self.slice,) if self.slice else ()))
 
     @property
     def ready(self) -> tuple[Task, ...]:
-        return (*self.layer.ready, *(self.own.ready if self.own else ()))
+        return (*self.layer.ready, *(self.slice.ready if self.slice else ()))
 
     def done(self, task: Task) -> None:
         self.last = self.layer.last = (task,)
 
     def tensors(self, geo: Geometry) -> dict[str, Tensor]:
         """The weights by name, while in use."""
-        return self.layer.tensors(geo) | (views(geo.base[self.v], self.own.get().tensor) if self.own else {})
+        return self.layer.tensors(geo) | (views(geo.base[self.v], self.slice.get().tensor) if self.slice else {})
 
     def release(self, after: Sequence[Task]) -> None:
-        if self.own is not None:
-            self.own.release(after)
+        if self.slice is not None:
+            self.slice.release(after)
 
 
 class WeightStream:
@@ -289,7 +289,7 @@ class WeightStream:
         layer = self.layers[u]
         self.in_use.discard(u)
         for part in layer.parts:
-            if part.own is not None and pooled(part.own):  # of a pass that was broken off
+            if part.slice is not None and pooled(part.slice):  # of a pass that was broken off
                 part.release(layer.last)
         if layer.decoded is not None:
             layer.decoded.free((*layer.decoded.ready, *layer.last))
@@ -303,12 +303,12 @@ class WeightStream:
         """Ends a pass early: frees all its buffers after `after`."""
         self.coming.break_off()
         self.uses.clear()
-        for layer in self.held:
+        for layer in self.loaded:
             layer.last = (after,)
             self._release(layer.u)
 
     @property
-    def held(self) -> list[UnitWeights]:
+    def loaded(self) -> list[UnitWeights]:
         """The layers that are in use or have buffers of pools."""
         of = lambda layer: (weights for part in layer.parts for weights in part.stored)
         return [layer for layer in self.layers if layer.u in self.in_use or any(map(pooled, of(layer)))]
@@ -322,8 +322,8 @@ class WeightStream:
         trained, frozen = layer.trained.get(), layer.frozen.get()
 
         def decode() -> None:
-            given = views(geo.weights[u], trained.tensor) | views(geo.base[u], frozen.tensor)
-            model.make_codes(geo.cfg, u, given, views(geo.decoded[u], decoded.tensor), backward)
+            tensors = views(geo.weights[u], trained.tensor) | views(geo.base[u], frozen.tensor)
+            model.make_codes(geo.cfg, u, tensors, views(geo.decoded[u], decoded.tensor), backward)
 
         after = (*(layer.trained.ready if geo.quantized[u] else ()), *layer.frozen.ready, *decoded.ready)
         queue = numbered("compute", gpu)

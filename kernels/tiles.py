@@ -2,7 +2,7 @@
 
 The first is used unless `trireme check --tune` found another to be faster on the GPU at hand; it tries all. Those of
 Hopper were measured on an H200, where those of heads of 512 spill and are faster all the same; those of 99 KiB were
-compiled for sm_86, sm_89 and sm_120 with 16 bytes of spills at most, and never measured. Settings with the same depth of
+compiled for sm_86, sm_89 and sm_120 with 16 bytes of spills at most, never measured. Settings with the same depth of
 a step have the same order of sums: in attention the depth is the keys of fwd and dq, the queries of dkv.
 """
 

@@ -152,9 +152,9 @@ def loss(s: Shapes) -> Iterator[Case]:
         ids = (labels[:, None] + torch.arange(K, device=s.device) * (V // K)) % V
         logps = torch.log_softmax(s.randn(N, K + 1, dtype=torch.float32), 1)
         taught = ops.Taught(ids.int(), logps[:, :K].contiguous(), logps[:, K].contiguous(), 0.5, 2.0)
-        given = (x, w, labels, rows, 1 / N, s.zeros(V, D), torch.empty_like(x), s.chunks[0])
+        inputs = (x, w, labels, rows, 1 / N, s.zeros(V, D), torch.empty_like(x), s.chunks[0])
         label = f"{N}x{D}x{V}, {K} of a teacher"
-        yield Case(label, "linear_cross_entropy", given, 6 * N * D * V, dict(taught=taught), True)
+        yield Case(label, "linear_cross_entropy", inputs, 6 * N * D * V, dict(taught=taught), True)
 
 
 def fp8(s: Shapes) -> Iterator[Case]:
@@ -365,12 +365,12 @@ COMPARED = (BF16, torch.float32, *EXACT)  # not a split master's low halves
 def error(case: Case) -> float:
     """The largest relative error of results and written arguments, compared with the reference implementation."""
     op = getattr(ops, case.op)
-    found = [
+    differences = [
         [t.float() if t.dtype in EXACT else t for t in _run(case, of) if t.dtype in COMPARED]
         for of in (op, op.__wrapped__)
     ]
     norm = lambda t: float(torch.linalg.vector_norm(t, dtype=torch.float64))
-    return max(norm(a.float() - b.float()) / max(norm(b), 1e-30) for a, b in zip(*found, strict=True))
+    return max(norm(a.float() - b.float()) / max(norm(b), 1e-30) for a, b in zip(*differences, strict=True))
 
 
 def repeats(case: Case, runs: int) -> bool:

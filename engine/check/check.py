@@ -62,13 +62,13 @@ def _rows(folders: Mapping[str, Path], end: float, tuning: bool) -> Iterator[Row
         return
     dtype = "BF16" if device else "F32"
     where = device or torch.device("cpu")
-    found = {"matmul": compute.matmul_rate(where, torch.bfloat16 if device else torch.float32)}
-    found |= processor.processor_rates(where, dtype, memory_limits(where, None, None).ram)
-    yield from host.host(found)
+    speeds = {"matmul": compute.matmul_rate(where, torch.bfloat16 if device else torch.float32)}
+    speeds |= processor.processor_rates(where, dtype, memory_limits(where, None, None).ram)
+    yield from host.host(speeds)
     if device is None:
         yield gpu.no_gpu()
     else:
-        yield from gpu.gpu(device, found)
+        yield from gpu.gpu(device, speeds)
         yield gpu.pinned(device)
     tried = dict[Path, dict[str, float]]()  # rates of drives
     yield from drives(folders, tried)
@@ -78,12 +78,12 @@ def _rows(folders: Mapping[str, Path], end: float, tuning: bool) -> Iterator[Row
             yield from gpu.kernels(gpu.CHECKED, gpu.call_seconds, fp8)
         torch.cuda.empty_cache()
     folder, rates = next(iter(tried.items()), (None, {}))
-    yield from steps(where, memory_limits(where, None, None), rates_of(found | rates), folder, end)
+    yield from steps(where, memory_limits(where, None, None), rates_of(speeds | rates), folder, end)
 
 
-def folders_of(given: Iterable[str]) -> dict[str, Path]:
+def folders_of(paths: Iterable[str]) -> dict[str, Path]:
     """The folders, by the names given. Raises InputError."""
-    for name in given:
+    for name in paths:
         if not Path(name).is_dir():
             raise InputError(f"--store {name}: there is no such folder. Name one on the drive to check.")
         try:
@@ -91,4 +91,4 @@ def folders_of(given: Iterable[str]) -> dict[str, Path]:
                 pass
         except OSError as error:
             raise InputError(f"--store {name} cannot be written to ({error.strerror}). Name another folder.") from None
-    return {name: Path(name) for name in given}
+    return {name: Path(name) for name in paths}

@@ -28,12 +28,12 @@ def drives(folders: Mapping[str, Path], out: dict[Path, dict[str, float]]) -> It
         full = "" if left > 0 else f"free {gb(-left)}: nearly full drives write slowly"
         numbers = {"model": model, "free": disk.free, "bytes": disk.total}
         yield Row("drive", name, f"{model}, {gb(disk.free)} of {gb(disk.total)} free", full, numbers)
-        with Temporary(HIDDEN, folder) as own:
-            yield _links(name, own)
-            direct = is_direct(own)
+        with Temporary(HIDDEN, folder) as trial:
+            yield _links(name, trial)
+            direct = is_direct(trial)
         how = "" if direct else "put the store on ext4, xfs or btrfs of a drive of this machine"
-        said = "files bypass the page cache" if direct else "no O_DIRECT: slower, through the page cache"
-        yield Row("drive", f"{name}, O_DIRECT", said, how, {"direct": direct})
+        result = "files bypass the page cache" if direct else "no O_DIRECT: slower, through the page cache"
+        yield Row("drive", f"{name}, O_DIRECT", result, how, {"direct": direct})
         if disk.free < LEAST:
             yield Row("drive", f"{name}, rates", "not tried: less than 1 GiB is free", "free some space")
             continue
@@ -46,15 +46,15 @@ def _links(name: str, folder: Path) -> Row:
     try:
         check_links(folder)
     except StoreError as error:
-        said = error.strerror or str(error)
-        return Row("drive", f"{name}, hard links", "none", said, {"links": False})
+        reason = error.strerror or str(error)
+        return Row("drive", f"{name}, hard links", "none", reason, {"links": False})
     return Row("drive", f"{name}, hard links", "snapshots can be made", numbers={"links": True})
 
 
-def _rates(name: str, found: Mapping[str, float]) -> Row:
-    read, write, usual = found["ssd_read"], found["ssd_write"], DRIVES["gen4"]
-    said = f"read {read / GB:.2f}, write {write / GB:.2f} GB/s, together {percent(found['mixed'])} of that"
+def _rates(name: str, rates: Mapping[str, float]) -> Row:
+    read, write, usual = rates["ssd_read"], rates["ssd_write"], DRIVES["gen4"]
+    result = f"read {read / GB:.2f}, write {write / GB:.2f} GB/s, together {percent(rates['mixed'])} of that"
     slow = "use an NVMe drive in a slot of its own, and look at its temperature" if read < usual.read / 7 else ""
     if not slow and write < usual.write / 2:
         slow = "it writes slowly: is it full, hot, or without a fast cache?"
-    return Row("drive", f"{name}, rates", said, slow, dict(found))
+    return Row("drive", f"{name}, rates", result, slow, dict(rates))

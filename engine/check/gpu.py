@@ -75,13 +75,13 @@ def link(idle: Mapping[str, int], busy: Mapping[str, int]) -> Row:
     if "lanes" not in busy:
         return Row("gpu", "PCIe", "the driver does not say")
     lanes, of, best = busy["lanes"], busy.get("lanes of the card", 0), busy.get("generation", 0)
-    said = f"x{lanes} of x{of}, generation {busy.get('generation now', 0)} under load of {best}"
+    result = f"x{lanes} of x{of}, generation {busy.get('generation now', 0)} under load of {best}"
     slow = "another slot of the board may have all lanes" if lanes < of else ""
     if not slow and busy.get("generation now", best) < best:
         slow = "look at the board's firmware: the link could be faster"
     watts = busy.get("milliwatts", 0) / 1000
-    said += f"; power limit {watts:.0f} W" if watts else ""
-    return Row("gpu", "PCIe", said, slow, {**{f"idle, {k}": v for k, v in idle.items()}, **busy})
+    result += f"; power limit {watts:.0f} W" if watts else ""
+    return Row("gpu", "PCIe", result, slow, {**{f"idle, {k}": v for k, v in idle.items()}, **busy})
 
 
 def _against(sheet: Gpu | None, rates: Mapping[str, float]) -> Iterator[Row]:
@@ -107,12 +107,14 @@ def pinned(device: torch.device) -> Row:
         while tried + PIECE <= limit and not memory.refused and time.monotonic() - start < PINNING_S:
             memory.alloc("ram", "check", PIECE, 1)
             tried += PIECE
-        held = tried - memory.refused
+        registered = tried - memory.refused
     finally:
         memory.close()
-    said = f"{gib(held, 0)}{' and no more' if memory.refused else ', as much as was tried'}"
-    how = f"plan with --ram {held >> 30}GiB: copies of other RAM are several times slower" if memory.refused else ""
-    return Row("gpu", "RAM that can be pinned", said, how, {"bytes": held, "refused": memory.refused > 0})
+    result = f"{gib(registered, 0)}{' and no more' if memory.refused else ', as much as was tried'}"
+    how = (
+        f"plan with --ram {registered >> 30}GiB: copies of other RAM are several times slower" if memory.refused else ""
+    )
+    return Row("gpu", "RAM that can be pinned", result, how, {"bytes": registered, "refused": memory.refused > 0})
 
 
 # ---------------------------------------------------------------- kernels
@@ -149,8 +151,8 @@ def _compared(case: Case, timed: Callable[[Case], float]) -> Row:
     if not same:
         return Row("kernels", what, f"WRONG: {TIMES} calls give different bits", how, {"repeats": False})
     rate = case.work / took
-    said = f"{rate / 1e12:.0f} TFLOP/s" if case.flops else f"{rate / 1e9:,.0f} GB/s"
-    return Row("kernels", what, f"error {off:.0e}, {said}", numbers={"error": off, "rate": rate})
+    result = f"{rate / 1e12:.0f} TFLOP/s" if case.flops else f"{rate / 1e9:,.0f} GB/s"
+    return Row("kernels", what, f"error {off:.0e}, {result}", numbers={"error": off, "rate": rate})
 
 
 def call_seconds(case: Case) -> float:

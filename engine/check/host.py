@@ -32,8 +32,8 @@ def software() -> Iterator[Row]:
     for name in ("trireme", *PACKAGES):
         with suppress(PackageNotFoundError):
             versions[name] = version(name)
-    said = ", ".join(f"{name} {text}" for name, text in versions.items())
-    yield Row("software", "versions", said, numbers=dict(versions))
+    result = ", ".join(f"{name} {text}" for name, text in versions.items())
+    yield Row("software", "versions", result, numbers=dict(versions))
     why = why_slow()
     how = "repair that: AdamW on the CPU is several times slower without it" if why else ""
     yield Row("software", "C++ compiler", why or "compiles AdamW for this CPU", how, {"compiles": not why})

@@ -12,16 +12,16 @@ WIDTHS = 10, 34  # of the first columns
 class Row:
     part: str
     what: str
-    found: str
+    result: str
     change: str = ""  # what to do; "": nothing
     numbers: dict[str, float | int | str | bool] = field(default_factory=dict)  # for the report
 
     def line(self) -> str:
         mark, what = "!" if self.change else " ", f"{self.what} "
-        return f"{mark} {self.part:{WIDTHS[0]}}{what:{WIDTHS[1]}}{self.found}"
+        return f"{mark} {self.part:{WIDTHS[0]}}{what:{WIDTHS[1]}}{self.result}"
 
 
 def changes(rows: Iterable[Row]) -> list[str]:
     """What to change, each advice once."""
-    found = [f"{row.what}: {row.change}" for row in rows if row.change]
-    return list(dict.fromkeys(found)) or ["nothing"]
+    advice = [f"{row.what}: {row.change}" for row in rows if row.change]
+    return list(dict.fromkeys(advice)) or ["nothing"]

@@ -50,8 +50,8 @@ def _tried(name: str, case: Case, settings: Sequence[tuple[int, ...]], seconds: 
     launch.use({name: best})
     same = cases.equal(cases.bits(case), expected)
     bits_say = "bitwise identical" if same else "rounds differently"
-    said = f"{', '.join(map(str, best))}: {gain:.2f} times as fast; {bits_say}"
-    return Row("tune", name, said, numbers={"gain": gain, "same": same, "setting": json.dumps(best)})
+    result = f"{', '.join(map(str, best))}: {gain:.2f} times as fast; {bits_say}"
+    return Row("tune", name, result, numbers={"gain": gain, "same": same, "setting": json.dumps(best)})
 
 
 def _works(case: Case, seconds: Callable[[Case], float]) -> float:
@@ -100,8 +100,8 @@ def case_of(name: str, chip: Chip, s: Shapes) -> Case:
         "gated_codes": ("fp8", "act_codes_bwd", ""),
         "block_scaled": ("fp8", "fp8_matmul", ""),
     }[name]
-    found = cases.GROUPS[group](s)
-    return next(case for case in found if case.op == op and label in f"{case.label} ")
+    candidates = cases.GROUPS[group](s)
+    return next(case for case in candidates if case.op == op and label in f"{case.label} ")
 
 
 def _attention(kind: str, width: int, chip: Chip, s: Shapes) -> Case:
@@ -123,5 +123,5 @@ def rows(device: torch.device, shapes: Shapes, seconds: Callable[[Case], float])
             yield row
     path = tuned.store(device, settings)
     where = f"kept in {path}" if path else "not kept: there is no cache folder of this user's own"
-    said = f"{len(settings)} launches, {where}. Runs use them from now on{rounds}"
-    yield Row("tune", "settings", said if settings else f"none is faster; {where}")
+    result = f"{len(settings)} launches, {where}. Runs use them from now on{rounds}"
+    yield Row("tune", "settings", result if settings else f"none is faster; {where}")

@@ -23,19 +23,19 @@ END = -1
 class Gatherer(Reader):
     """On the host that exports: reads the records of all hosts."""
 
-    def __init__(self, own: Reader, wire: Wire):
-        """`own`: reads this host's records."""
-        super().__init__(own.placement)
-        self.own, self.wire = own, wire
+    def __init__(self, reader: Reader, wire: Wire):
+        """`reader`: reads this host's records."""
+        super().__init__(reader.placement)
+        self.reader, self.wire = reader, wire
         self._received = torch.empty(0, dtype=torch.uint8)
 
     def read(self, entry: Entry, *parts: str) -> Tensor:
-        return self.own.read(entry, *parts)
+        return self.reader.read(entry, *parts)
 
     def low(self, u: int, a: int, b: int) -> Tensor:
         host = self.placement.geo.owner(u, a, self.placement.plan.record)
         if host == self.placement.plan.host:
-            return self.own.low(u, a, b)
+            return self.reader.low(u, a, b)
         if len(self._received) < 2 * (b - a):
             self._received = torch.empty(2 * (b - a), dtype=torch.uint8)
         self.wire.send(CONTROL, host, torch.tensor([u, a]))
@@ -44,17 +44,17 @@ class Gatherer(Reader):
 
 
 @contextmanager
-def masters(own: Reader, wire: Wire | None) -> Iterator[Reader | None]:
+def masters(reader: Reader, wire: Wire | None) -> Iterator[Reader | None]:
     """Called on all hosts at once, with idle queues: yields a reader on the host that exports, None on others, which
     answer requests until it has no more.
 
-    `own`: reads this host's share. Raises LostHost.
+    `reader`: reads this host's share. Raises LostHost.
     """
-    plan, geo, request = own.placement.plan, own.placement.geo, torch.tensor([END, END])
+    plan, geo, request = reader.placement.plan, reader.placement.geo, torch.tensor([END, END])
     if wire is None:
-        yield own
+        yield reader
     elif plan.host == EXPORTS:
-        yield Gatherer(own, wire)
+        yield Gatherer(reader, wire)
         for host in range(plan.hosts):
             if host != EXPORTS:
                 wire.send(CONTROL, host, request)
@@ -62,6 +62,6 @@ def masters(own: Reader, wire: Wire | None) -> Iterator[Reader | None]:
         wire.receive(CONTROL, EXPORTS, request)
         while (unit := request.tolist())[0] != END:
             u, a = unit
-            wire.send(CONTROL, EXPORTS, own.low(u, a, dict(geo.records(u, plan.record))[a]))
+            wire.send(CONTROL, EXPORTS, reader.low(u, a, dict(geo.records(u, plan.record))[a]))
             wire.receive(CONTROL, EXPORTS, request)
         yield None

@@ -179,9 +179,9 @@ class Group(Alone):
         block, seconds = torch.zeros(TRIAL, dtype=torch.uint8), 0.0
         for _ in range(2):  # the first is slower: TCP begins with small windows
             self.meet()
-            begun = time.monotonic()
+            start = time.monotonic()
             self.wire.exchange("net", (self.host + 1) % self.hosts, (self.host - 1) % self.hosts, block)
-            seconds = time.monotonic() - begun
+            seconds = time.monotonic() - start
         return TRIAL / max(1e-9, *self.values(seconds))
 
     def tell(self, why: str) -> None:

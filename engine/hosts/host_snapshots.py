@@ -72,20 +72,22 @@ def readable(host: int, dirs: Sequence[Path], run: str) -> list[HostSnapshot]:
         return []
 
 
-def last_common(group: Alone, here: Sequence[HostSnapshot], begun: bool, run: Path) -> RunSnapshot | None:
+def last_common(group: Alone, here: Sequence[HostSnapshot], started: bool, run: Path) -> RunSnapshot | None:
     """The last snapshot that the hosts can continue; None if there is none yet.
 
     As many hosts as before need their own. Another number needs those of all hosts, on each host. `here`: snapshots
-    that this host can read. `begun`: whether the run has begun here. `run`: its folder. Raises InputError if some
+    that this host can read. `started`: whether the run has begun here. `run`: its folder. Raises InputError if some
     cannot be read.
     """
-    texts = group.texts(json.dumps([begun, [[snapshot.host, *snapshot.key] for snapshot in here]]))
-    said = [json.loads(text) for text in texts]
-    read: dict[Key, list[set[int]]] = defaultdict(lambda: [set() for _ in said])  # by each host: whose it can read
-    for reader, (_, there) in enumerate(said):
+    texts = group.texts(json.dumps([started, [[snapshot.host, *snapshot.key] for snapshot in here]]))
+    readable_by = [json.loads(text) for text in texts]
+    read: dict[Key, list[set[int]]] = defaultdict(
+        lambda: [set() for _ in readable_by]
+    )  # by each host: whose it can read
+    for reader, (_, there) in enumerate(readable_by):
         for host, *key in there:
             read[Key(*key)][reader].add(host)
-    needs = lambda key, reader: [reader] if key.hosts == len(said) else range(key.hosts)
+    needs = lambda key, reader: [reader] if key.hosts == len(readable_by) else range(key.hosts)
     lacks = {
         key: [(reader, host) for reader, hosts in enumerate(there) for host in needs(key, reader) if host not in hosts]
         for key, there in read.items()
@@ -95,7 +97,7 @@ def last_common(group: Alone, here: Sequence[HostSnapshot], begun: bool, run: Pa
         key = max(common, key=lambda key: (key.step, key.hosts == group.hosts, key))
         return RunSnapshot(key, {snapshot.host: snapshot for snapshot in here if snapshot.key == key})
     begins = [key for key, there in read.items() if any(0 in hosts for hosts in there)]
-    if not begins or (all(key.hosts == group.hosts for key in read) and all(begun for begun, _ in said)):
+    if not begins or (all(key.hosts == group.hosts for key in read) and all(started for started, _ in readable_by)):
         return None  # killed before all had their first
     last = max(begins)
     reader, host = lacks[last][0]

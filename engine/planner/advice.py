@@ -73,8 +73,8 @@ def _options(f: Forecast, models: Models, sequences: int, bits_open: bool) -> It
         yield "--adam-bits 8", lambda: f.in_8_bits
     doubled = 2 * f.work.sequences
     if doubled <= sequences:
-        more = replace(f, work=replace(f.work, sequences=doubled))
-        yield f"--batch-size {doubled}", lambda: more.again(n_micro=2 * f.plan.n_micro)
+        larger = replace(f, work=replace(f.work, sequences=doubled))
+        yield f"--batch-size {doubled}", lambda: larger.again(n_micro=2 * f.plan.n_micro)
 
 
 def _hardware(f: Forecast) -> Iterator[Way]:
@@ -93,7 +93,7 @@ def _hardware(f: Forecast) -> Iterator[Way]:
 
 def check_drive(f: Forecast) -> None:
     """Raises DoesNotFit if the plan needs a drive and there is none, or more than the drives hold."""
-    plan, room, need, drive = f.plan, f.room, f.disk(), f.machine.ssd + f.files.held > 0
+    plan, room, need, drive = f.plan, f.room, f.disk(), f.machine.ssd + f.files.existing > 0
     if plan.uses("ssd") and not drive:
         ram = _enough_ram(f)
         raise DoesNotFit(

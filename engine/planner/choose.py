@@ -75,19 +75,19 @@ class Choice:
 
 
 @no_collection()
-def choose(cfg: ModelConfig, limits: Limits, rates: Rates, wanted: Wanted, begun: Plan | None = None) -> Choice:
+def choose(cfg: ModelConfig, limits: Limits, rates: Rates, wanted: Wanted, resumed: Plan | None = None) -> Choice:
     """Returns the plan with the lowest estimated cost. Deterministic. Raises DoesNotFit.
 
-    `begun`: the plan of the run that is resumed; updates stay on the processors of that plan if that fits.
+    `resumed`: the plan of the run that is resumed; updates stay on the processors of that plan if that fits.
     """
     wanted = replace(wanted, peers=wanted.gpus > 1 and rates.peer > 0)
     first = _first(cfg, limits, wanted, rates)
     choices = []
-    for way in _ways(cfg, limits, wanted, first, begun is not None):
+    for way in _ways(cfg, limits, wanted, first, resumed is not None):
         with suppress(DoesNotFit):
             plan = first_plan(cfg, limits, way, rates.has_drive)
             if rates.has_drive or not plan.uses("ssd"):
-                choices.append(_descend(Search(Geometry.of(cfg, plan), limits, rates, way, plan, begun)))
+                choices.append(_descend(Search(Geometry.of(cfg, plan), limits, rates, way, plan, resumed)))
     return min(choices, key=lambda choice: choice.per_token)
 
 
@@ -107,13 +107,13 @@ def nearby(cfg: ModelConfig, limits: Limits, rates: Rates, wanted: Wanted, plan:
     return s.best
 
 
-def _ways(cfg: ModelConfig, limits: Limits, wanted: Wanted, first: Plan, begun: bool) -> Iterator[Wanted]:
+def _ways(cfg: ModelConfig, limits: Limits, wanted: Wanted, first: Plan, resumed: bool) -> Iterator[Wanted]:
     """What is decided before all else, each way with a search of its own: a layer's frozen experts whole or in slices,
     layers dealt to GPUs in turn or in proportion to their free memory.
     """
     same, tried = Cut.of(first), cuts(cfg, wanted)
     streamed = any(unit.base != "gpu" for unit in first.units) and first.gpus == first.hosts == 1
-    may = first.halves and first.slices == 1 and streamed and narrow.may_be_sliced(cfg) and not begun
+    may = first.halves and first.slices == 1 and streamed and narrow.may_be_sliced(cfg) and not resumed
     of = [same, *([sliced(cfg, SLICES)] if may and sliced(cfg, SLICES) in tried else [])]
     rooms = tuple(float(limits.of(gpu)) for gpu in range(wanted.gpus))
     for cut, share in product(of, ((), rooms) if limits.less else ((),)):
@@ -141,9 +141,9 @@ def _first(cfg: ModelConfig, limits: Limits, wanted: Wanted, rates: Rates) -> Pl
 
 def _descend(s: Search) -> Choice:
     starts: list[Plan | None] = [s.first]
-    if s.begun is not None:
-        s.begun = s.begun.dealt(s.wanted.gpus, s.geo.cfg.tied, s.wanted.peers, s.wanted.shares)
-        starts = [updated_as(s.first, s.begun), s.begun, s.first]
+    if s.resumed is not None:
+        s.resumed = s.resumed.dealt(s.wanted.gpus, s.geo.cfg.tied, s.wanted.peers, s.wanted.shares)
+        starts = [updated_as(s.first, s.resumed), s.resumed, s.first]
     start = next(plan for plan in starts if plan is not None and s.fits(plan))
     s.simulate(start)
     for decision in DECISIONS:
@@ -217,7 +217,7 @@ def finer(s: Search, plan: Plan) -> Iterable[Plan]:
 
 def driven(s: Search, plan: Plan) -> Iterable[Plan]:
     """More saved tensors than RAM holds, the rest on the SSD, with less state in RAM (Fuyou, section 4.4)."""
-    if not plan.uses("ssd") or s.begun or s.geo.cfg.lora:  # a running run has allocated its scratch files
+    if not plan.uses("ssd") or s.resumed or s.geo.cfg.lora:  # a running run has allocated its scratch files
         return
     less = replace(s.limits, ram=int(DRIVE_RAM * s.limits.ram))
     for size, strategy in product(s.sizes(plan.tokens), (Strategy("ram", 0.0, updates=0.0), Strategy("ram"))):
@@ -236,8 +236,8 @@ def base(s: Search, plan: Plan) -> Iterable[Plan]:
     for x in INPUTS if s.geo.cfg.lora else ():
         for other in s.rule(Strategy(x), (plan.tokens, plan.n_micro)):
             in_ram = [u for u, unit in enumerate(other.units) if unit.base == "ram" and s.geo.base_bytes[u]]
-            for kept in BASE_RAM if s.wanted.free and s.rates.has_drive and in_ram else (1.0,):
-                low = other.changed(set(in_ram) - some(in_ram, int(kept * len(in_ram))), base="ssd")
+            for part in BASE_RAM if s.wanted.free and s.rates.has_drive and in_ram else (1.0,):
+                low = other.changed(set(in_ram) - some(in_ram, int(part * len(in_ram))), base="ssd")
                 for full in (low, *swapped(s, low)):
                     yield fill_ram(s.geo, full, s.limits) if s.wanted.free else full
 
@@ -246,7 +246,7 @@ def share(s: Search, plan: Plan) -> Iterable[Plan]:
     """Other shares of units that are updated on the GPU. If it has no room to stream their state through, swapped
     tensors are recomputed, or one unit's state is moved to RAM.
     """
-    if s.begun or not (s.wanted.on_cuda and s.wanted.gpu_updates and plan.mode == "forward"):
+    if s.resumed or not (s.wanted.on_cuda and s.wanted.gpu_updates and plan.mode == "forward"):
         return
     swapping = [u for u, unit in enumerate(plan.units) if unit.names("ram")]
     on_gpu = [u for u, unit in enumerate(plan.units) if unit.state == "gpu"]
@@ -276,7 +276,7 @@ def fuller(s: Search, plan: Plan) -> Iterable[Plan]:
         return
     for what, to in (("base", {"base": "gpu"}), ("state", {"weights": "gpu", "state": "gpu", "update": "cpu"})):
         full = plan
-        for gpu in range(plan.gpus) if what == "base" or (s.wanted.gpu_updates and not s.begun) else ():
+        for gpu in range(plan.gpus) if what == "base" or (s.wanted.gpu_updates and not s.resumed) else ():
             left = [u for u, unit in enumerate(plan.units) if unit.gpu == gpu and vars(unit)[what] != "gpu"]
             full = of_first(s.geo, full, s.limits, left, **to)
         yield full

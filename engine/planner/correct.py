@@ -29,24 +29,24 @@ SHARE = 0.05  # a queue's rate is corrected if it works for more than this share
 
 def measured(spans: Sequence[Span]) -> dict[str, float]:
     """Seconds for which each kind of TIMED_BY worked; for the drive, seconds with requests in flight."""
-    found, end = defaultdict[str, float](float), 0.0
+    seconds_of, end = defaultdict[str, float](float), 0.0
     for queue, seconds in busy(spans).items():
-        found[plain(queue)] += seconds
+        seconds_of[plain(queue)] += seconds
     for span in spans:
         if kind_of(span.queue) == "compute":
-            found[span.kind] += span.end - span.start
+            seconds_of[span.kind] += span.end - span.start
     for span in sorted((s for s in spans if s.queue in READS + WRITES), key=lambda s: s.start):
-        found["ssd"] += max(0.0, span.end - max(end, span.start))
+        seconds_of["ssd"] += max(0.0, span.end - max(end, span.start))
         end = max(end, span.end)
-    return {kind: found[kind] for kind in TIMED_BY}
+    return {kind: seconds_of[kind] for kind in TIMED_BY}
 
 
 def at_work(spans: Sequence[Span]) -> dict[str, float]:
     """Seconds for which each queue worked, those of the drive as "ssd"; without queues between hosts, which wait for
     each other.
     """
-    found = {queue: seconds for queue, seconds in busy(spans).items() if queue not in READS + WRITES + NET}
-    return found | {"ssd": measured(spans)["ssd"]}
+    seconds_of = {queue: seconds for queue, seconds in busy(spans).items() if queue not in READS + WRITES + NET}
+    return seconds_of | {"ssd": measured(spans)["ssd"]}
 
 
 def batch_of(micro: Sequence[Inputs]) -> Batch:
@@ -71,23 +71,22 @@ def until_its_end(spans: Sequence[Span]) -> list[Span]:
     return done
 
 
-def corrected(rates: Rates, found: Prediction, spans: Sequence[Span], seconds: float) -> Rates:
-    """Rates that would have predicted the time of each kind of task in `spans`, of a step that took `seconds`. `found`:
-    the prediction.
+def corrected(rates: Rates, predicted: Prediction, spans: Sequence[Span], seconds: float) -> Rates:
+    """Rates that would have `predicted` the time of each kind of task in `spans`, of a step that took `seconds`.
 
     Times are compared per byte, since a first step moves other amounts.
     """
     spans = until_its_end(spans)
-    took, said = measured(spans), measured(found.spans)
+    took, expected = measured(spans), measured(predicted.spans)
     here, there = defaultdict[str, float](float), defaultdict[str, float](float)
-    for moved, traced in ((here, spans), (there, found.spans)):
+    for moved, traced in ((here, spans), (there, predicted.spans)):
         for span in traced:
             moved[plain(span.queue)] += span.nbytes
     for kind in ("h2d", "d2h", "cpu"):
-        said[kind] *= here[kind] / there[kind] if there[kind] else 0.0
+        expected[kind] *= here[kind] / there[kind] if there[kind] else 0.0
     read, written = (sum(here[queue] for queue in way) for way in (READS, WRITES))
-    said["ssd"] = drive_seconds(read, written, rates)
+    expected["ssd"] = drive_seconds(read, written, rates)
     for kind in TIMED_BY:
-        if min(took[kind], said[kind]) > (0 if kind in COMPUTATION else SHARE * seconds):
-            rates = rates.times(said[kind] / took[kind], TIMED_BY[kind])
+        if min(took[kind], expected[kind]) > (0 if kind in COMPUTATION else SHARE * seconds):
+            rates = rates.times(expected[kind] / took[kind], TIMED_BY[kind])
     return rates

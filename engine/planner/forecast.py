@@ -55,7 +55,7 @@ class Files:
     copied: str = "the checkpoint's, or a copy"  # why they take space on the SSD; "": read from the checkpoint
     best: bool = False  # a checkpoint of the best weights is written in addition to the last
     exact: bool = False  # the checkpoint is written from fp32 masters
-    held: int = 0  # bytes of these files and of the state that the run has on the drives already
+    existing: int = 0  # bytes of these files and of the state that the run has on the drives already
     keep: int = 1
     apart: int = 0  # checkpoints of single steps
     read: int = 0  # to quantize a base, or to check and load one
@@ -139,10 +139,10 @@ class Forecast:
             rows["gradients"]["ssd"] += geo.weights[u].span * plan.spilled(u)
         rows["activations"]["ssd"] = self.scratch - rows["gradients"]["ssd"]
         rows["weights"]["ssd"] += self.frozen_on_ssd
-        return rows | ({BEST: {"gpu": 0, "ram": self.kept, "ssd": 0}} if self.kept else {})
+        return rows | ({BEST: {"gpu": 0, "ram": self.best_copy, "ssd": 0}} if self.best_copy else {})
 
     @property
-    def kept(self) -> int:
+    def best_copy(self) -> int:
         """Bytes of RAM for a copy of the best weights; 0 if the plan leaves no room for it."""
         if not self.files.best:
             return 0
@@ -218,4 +218,4 @@ class Forecast:
         stays free if steps write state to the drives.
         """
         reserve = self.machine.reserve if self.plan.uses("ssd") else 0
-        return max(0, self.machine.ssd - reserve) + self.files.held
+        return max(0, self.machine.ssd - reserve) + self.files.existing

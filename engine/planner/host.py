@@ -66,8 +66,8 @@ def model_of(device: torch.device) -> str:
     """What tells GPUs apart that give other results."""
     if device.type != "cuda":
         return "the CPU"
-    found = torch.cuda.get_device_properties(device)
-    return f"{found.name} ({found.multi_processor_count} multiprocessors)"
+    properties = torch.cuda.get_device_properties(device)
+    return f"{properties.name} ({properties.multi_processor_count} multiprocessors)"
 
 
 def computed_by(device: torch.device) -> str:
@@ -98,25 +98,25 @@ def gpu_now(device: torch.device) -> dict[str, int]:
             return {}
     except (OSError, AttributeError):  # no library, or an old one
         return {}
-    found = {}
+    reported = {}
     for name, function in _ASKED.items():
         with suppress(AttributeError):
             if nvml[function](handle, ctypes.byref(value)) == 0:
-                found[name] = value.value
-    return found
+                reported[name] = value.value
+    return reported
 
 
 def available_ram() -> int:
     """Bytes of RAM that this process may still take within its control groups; beyond memory.high it would
     be slowed down.
     """
-    found = [_unused_ram()]
+    room = [_unused_ram()]
     for group, limit, used in ((group, *files) for group, v in groups("memory") for files in MEMORY[v]):
         try:
-            found.append(int((group / limit).read_text()) - int((group / used).read_text()) + _reclaimable(group))
+            room.append(int((group / limit).read_text()) - int((group / used).read_text()) + _reclaimable(group))
         except (OSError, ValueError):  # no file, or no limit: "max"
             continue
-    return max(0, min(found))
+    return max(0, min(room))
 
 
 # Files of a cgroup's limits and of its use, by version.
@@ -153,7 +153,7 @@ def memory_limits(device: torch.device, gpu_memory: int | None, ram: int | None,
     if device.type != "cuda":
         host = _left_by_the_process(ram, TEMPORARIES)
         return Limits(host // 2 // gpus, host - host // 2, gpus, free_ram=ram is None)
-    free = [_free(each, gpu_memory) for each in gpus_from(device, gpus)]
+    free = [_free(gpu, gpu_memory) for gpu in gpus_from(device, gpus)]
     limit, context = min(free)
     if limit <= GPU_RESERVE:
         what = f"the GPU has {gib(limit)} free" if gpu_memory is None else "--gpu-memory"
@@ -168,8 +168,8 @@ def memory_limits(device: torch.device, gpu_memory: int | None, ram: int | None,
 
 def gpus_from(device: torch.device, gpus: int) -> list[torch.device]:
     """`device` and the GPUs after it; emulated GPUs are all the same device."""
-    more = range(1, gpus) if device.type == "cuda" else ()
-    return [device, *(torch.device("cuda", (device.index or 0) + gpu) for gpu in more)]
+    others = range(1, gpus) if device.type == "cuda" else ()
+    return [device, *(torch.device("cuda", (device.index or 0) + gpu) for gpu in others)]
 
 
 def _free(device: torch.device, gpu_memory: int | None) -> tuple[int, int]:
@@ -203,9 +203,9 @@ def resident() -> int:
 
 def hold_to(limits: Limits, device: torch.device) -> None:
     """Makes torch refuse CUDA memory beyond the limit and its reserve."""
-    for gpu, each in enumerate(gpus_from(device, limits.gpus)) if device.type == "cuda" else ():
-        total = torch.cuda.get_device_properties(each).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, (limits.of(gpu) + GPU_RESERVE) / total), each)
+    for gpu, place in enumerate(gpus_from(device, limits.gpus)) if device.type == "cuda" else ():
+        total = torch.cuda.get_device_properties(place).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, (limits.of(gpu) + GPU_RESERVE) / total), place)
 
 
 def memory_in_use(device: torch.device, gpus: int = 1) -> tuple[float, float]:

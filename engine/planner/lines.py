@@ -36,7 +36,7 @@ def memory_lines(f: Forecast, on_gpu: bool = True) -> list[str]:
     """The table of what each memory holds, and its limit; of several GPUs the fullest. On a CPU the tier "gpu" is
     RAM.
     """
-    gpus, held = f.plan.gpus, f.memory(all_gpus=not on_gpu)
+    gpus, rows = f.plan.gpus, f.memory(all_gpus=not on_gpu)
     several = f"GPU {f.fullest}" if f.limits.less else "each GPU"
     names: dict[Tier, str] = {**MEMORIES, "gpu": (several if gpus > 1 else "GPU") if on_gpu else "RAM"}
 
@@ -47,8 +47,8 @@ def memory_lines(f: Forecast, on_gpu: bool = True) -> list[str]:
         return f"           {name:16}{''.join(map(cell, columns.values()))}"
 
     lines = [f"plan     {'':18}{''.join(f'{name:>10}' for name in dict.fromkeys(names.values()))}"]
-    lines += [row(name, tiers) + _decisions(f, name, MEMORIES if on_gpu else names) for name, tiers in held.items()]
-    lines.append(row("total", {tier: sum(tiers[tier] for tiers in held.values()) for tier in MEMORIES}))
+    lines += [row(name, tiers) + _decisions(f, name, MEMORIES if on_gpu else names) for name, tiers in rows.items()]
+    lines.append(row("total", {tier: sum(tiers[tier] for tiers in rows.values()) for tier in MEMORIES}))
     limit = f.limits.of(f.fullest) if on_gpu else gpus * f.limits.gpu - sum(f.limits.less)
     return [*lines, row("limit", {"gpu": limit, "ram": f.limits.ram})]
 
@@ -81,18 +81,18 @@ def _decisions(f: Forecast, row: str, names: Mapping[Tier, str]) -> str:
     if row == BEST:
         return "   written to OUT/best with each snapshot, and at the end"
     if row == "activations":
-        kept = sum(bool(u.saved) for u in plan.units)
-        if kept == 0:
+        saving = sum(bool(u.saved) for u in plan.units)
+        if saving == 0:
             return f"   recomputed for all {n - 2} {units}"
-        others = ", recomputed in the others" if kept < n - 2 else ""
-        return f"   saved for {kept} of {n - 2} {units}{others}"
+        others = ", recomputed in the others" if saving < n - 2 else ""
+        return f"   saved for {saving} of {n - 2} {units}{others}"
     return ""
 
 
 def _counted(tiers: Iterable[Tier], names: Mapping[Tier, str]) -> str:
     """How many layers are in each tier."""
-    found = [names[tier] for tier in tiers]
-    return ", ".join(f"{found.count(name)} {name}" for name in dict.fromkeys(names.values()) if name in found)
+    places = [names[tier] for tier in tiers]
+    return ", ".join(f"{places.count(name)} {name}" for name in dict.fromkeys(names.values()) if name in places)
 
 
 def unmeasured_line(f: Forecast, assumed: bool) -> str:
@@ -101,12 +101,12 @@ def unmeasured_line(f: Forecast, assumed: bool) -> str:
     """
     if any(re.search(rf"\b{name}\b", f.machine.name) for name in MEASURED):
         return ""
-    own = ["attention", "the loss", "kernel launches"]
-    own += ["experts"] * (f.cfg.experts is not None) + ["fp8"] * f.cfg.fp8
+    parts = ["attention", "the loss", "kernel launches"]
+    parts += ["experts"] * (f.cfg.experts is not None) + ["fp8"] * f.cfg.fp8
     sheets = "rates are those of data sheets; " * assumed
     return (
-        f"never measured on {f.machine.name}: {sheets}{', '.join(own[:-1])} and {own[-1]} are estimated as on an H200; "
-        "the second step of a run corrects that"
+        f"never measured on {f.machine.name}: {sheets}{', '.join(parts[:-1])} and {parts[-1]} are estimated as on an "
+        "H200; the second step of a run corrects that"
     )
 
 
@@ -129,21 +129,23 @@ def disk_line(f: Forecast) -> str:
 
 def gpu_lines(f: Forecast) -> list[str]:
     """Lines of time, which are predicted with a GPU only."""
-    found, pinning, held = [f"time     {time_line(f)}"], f.pinning_s(), usage(f.geo, f.plan)["ram"] / 2**30
+    lines, pinning, pinned = [f"time     {time_line(f)}"], f.pinning_s(), usage(f.geo, f.plan)["ram"] / 2**30
     if pinning >= LONG:
-        found.append(f"start    {duration(pinning)} before the first step, to pin {held:.1f} GiB of RAM for transfers")
-    return found
+        lines.append(
+            f"start    {duration(pinning)} before the first step, to pin {pinned:.1f} GiB of RAM for transfers"
+        )
+    return lines
 
 
 def time_line(f: Forecast) -> str:
     """The time of a step and of all steps, and what limits them."""
-    found, step, work = f.step, f.step.step_s, f.work
+    prediction, step, work = f.step, f.step.step_s, f.work
     return (
         f"{seconds(step)} a step{f' {SHEETS}' * (f.machine.how == SHEETS)} "
         f"({count(work.sequences, 'sequence')}, {compact(work.tokens)} tokens: "
         f"{compact(work.tokens / step)} tok/s, {f.tflops:.3g} TFLOP/s); "
         f"{count(work.steps, 'step')} = {duration(work.steps * step)}; "
-        f"limited by {BINDS[found.bound]} ({seconds(found.busy[found.bound])} of {seconds(step)})"
+        f"limited by {BINDS[prediction.bound]} ({seconds(prediction.busy[prediction.bound])} of {seconds(step)})"
     )
 
 

@@ -39,31 +39,33 @@ def this_machine(
     """
     cuda = device.type == "cuda"
     measure = partial(_alone, device, dtype, limits)
-    found, how = cache.kept(cache.chips_now(device, dtype), measure) if cuda else (measure(), "measured")
+    measured, how = cache.cached(cache.chips_now(device, dtype), measure) if cuda else (measure(), "measured")
     if fp8:
         quick = lambda: {"fp8": compute.fp8_rate(device)}
-        found |= cache.kept(cache.chips_now(device, "FP8"), quick)[0] if cuda else quick()
+        measured |= cache.cached(cache.chips_now(device, "FP8"), quick)[0] if cuda else quick()
     if scan and cuda:  # a CPU takes seconds
-        shares = lambda: compute.scan_shares(device, DTYPE[dtype], scan, found["matmul"])
+        shares = lambda: compute.scan_shares(device, DTYPE[dtype], scan, measured["matmul"])
         shape = {"scan": [scan.key_heads, scan.heads, scan.key_dim, scan.value_dim, scan.delta]}
-        found |= cache.kept(cache.chips_now(device, dtype) | shape, shares)[0]
+        measured |= cache.cached(cache.chips_now(device, dtype) | shape, shares)[0]
     if cuda and limits.gpus > 1:
         several = {"gpus": limits.gpus, **cache.chips_now(device, "copies of several GPUs")}
-        found |= cache.kept(several, lambda: copies.several_rates(gpus_from(device, limits.gpus), limits.ram))[0]
+        measured |= cache.cached(several, lambda: copies.several_rates(gpus_from(device, limits.gpus), limits.ram))[0]
     mixed = cuda and not are_equal(device, limits.gpus)
     name = torch.cuda.get_device_name(device) if cuda else f"CPU, {len(os.sched_getaffinity(0))} cores"
     if mixed:  # all are taken to be as fast as the slowest
         gpus = gpus_from(device, limits.gpus)
-        each = [cache.kept(cache.chips_now(gpu, dtype), partial(_alone, gpu, dtype, limits))[0] for gpu in gpus]
-        found |= min(each, key=lambda rates: rates["matmul"])
+        of_gpus = [cache.cached(cache.chips_now(gpu, dtype), partial(_alone, gpu, dtype, limits))[0] for gpu in gpus]
+        measured |= min(of_gpus, key=lambda rates: rates["matmul"])
         name = " + ".join(map(torch.cuda.get_device_name, gpus))
     places, usual = places_of(folders), DRIVES["gen4"]
     disks, count = [shutil.disk_usage(place) for place in places], len(places)
     room, worn = sum(disk.free for disk in disks), ENDURANCE * sum(disk.total for disk in disks)
-    rates = rates_of(found | {"ssd_read": count * usual.read, "ssd_write": count * usual.write})
+    rates = rates_of(measured | {"ssd_read": count * usual.read, "ssd_write": count * usual.write})
     drives = f"{room / GB:,.0f} GB of disk free (speed of {count} {usual.name}{'s' * (count > 1)} assumed)"
-    kept = sum(reserved(disk.total) for disk in disks)
-    return Machine(name, limits.gpu, limits.ram, rates, room, kept, worn, drives, how, limits.gpus, limits.less, mixed)
+    reserve = sum(reserved(disk.total) for disk in disks)
+    return Machine(
+        name, limits.gpu, limits.ram, rates, room, reserve, worn, drives, how, limits.gpus, limits.less, mixed
+    )
 
 
 def _alone(device: torch.device, dtype: str, limits: Limits) -> dict[str, float]:
@@ -80,15 +82,15 @@ def with_drives(machine: Machine, folders: Sequence[str | Path], anew: bool = Fa
     """
     try:
         places = places_of(folders)
-        tried = [cache.kept(drive.identity(place), partial(drive.drive_rates, place), anew) for place in places]
+        tried = [cache.cached(drive.identity(place), partial(drive.drive_rates, place), anew) for place in places]
     except OSError:
         return machine
-    read, write = (sum(found[name] for found, _ in tried) for name in ("ssd_read", "ssd_write"))
-    mixed, held = min(found["mixed"] for found, _ in tried), min(_held(place) for place in places)
-    rates = replace(machine.rates, ssd_read=held * read, ssd_write=held * write, mixed=mixed)
-    each = f"read {rates.ssd_read / GB:.1f}, write {rates.ssd_write / GB:.1f} GB/s, together {mixed:.2f} of that"
-    how = tried[0][1] + f"; a run kept up {percent(held)} of that" * (held < NOTICED)
-    return replace(machine, rates=rates, drives=f"{machine.ssd / GB:,.0f} GB of disk free, {each} ({how})")
+    read, write = (sum(known[name] for known, _ in tried) for name in ("ssd_read", "ssd_write"))
+    mixed, sustained = min(known["mixed"] for known, _ in tried), min(_held(place) for place in places)
+    rates = replace(machine.rates, ssd_read=sustained * read, ssd_write=sustained * write, mixed=mixed)
+    speeds = f"read {rates.ssd_read / GB:.1f}, write {rates.ssd_write / GB:.1f} GB/s, together {mixed:.2f} of that"
+    how = tried[0][1] + f"; a run kept up {percent(sustained)} of that" * (sustained < NOTICED)
+    return replace(machine, rates=rates, drives=f"{machine.ssd / GB:,.0f} GB of disk free, {speeds} ({how})")
 
 
 def drive_speeds(folders: Sequence[str | Path]) -> list[float]:
@@ -109,15 +111,15 @@ def note_pinned(device: torch.device, nbytes: int) -> None:
 
 def pinnable(device: torch.device) -> float:
     """Bytes of RAM that CUDA pins; infinite unless an earlier run was refused more."""
-    found = cache.remembered(cache.chips(device, "") | {"what": "pinned"})
-    return found["bytes"] if found else math.inf
+    known = cache.remembered(cache.chips(device, "") | {"what": "pinned"})
+    return known["bytes"] if known else math.inf
 
 
 def note_drives(rates: Rates, folders: Sequence[str | Path]) -> None:
     """Stores the rates that the drives sustain in steps, as a share of the measured ones, for the next run."""
-    found = {place: cache.remembered(drive.identity(place)) for place in places_of(folders)}
-    measured = sum(known["ssd_read"] for known in found.values() if known)
-    for place in found if all(found.values()) else ():
+    stored = {place: cache.remembered(drive.identity(place)) for place in places_of(folders)}
+    measured = sum(known["ssd_read"] for known in stored.values() if known)
+    for place in stored if all(stored.values()) else ():
         cache.remember(_sustained(place), {"share": rates.ssd_read / measured})
 
 

@@ -177,7 +177,7 @@ def _steady(e: Engine, queues: SimulatedQueues, inputs: Sequence[Inputs]) -> flo
         before, seconds = now, queues.time()
         now = [seconds, *queues.behind()]
         grown = [a - b for a, b in zip(now, before, strict=True)]
-        if all(abs(more) < STEADY * seconds for more in grown):
+        if all(abs(change) < STEADY * seconds for change in grown):
             return seconds
     return seconds + max(grown[1:])  # the step as it will be when buffers wait for the queue that falls behind
 
@@ -351,10 +351,10 @@ def _parts(geo: Geometry, u: int) -> list[tuple[str, float]]:
 
 
 def rebuilt_seconds(
-    cfg: ModelConfig, u: int, kept: frozenset[str], rates: Rates, batch: Batch, itemsize: int = 2
+    cfg: ModelConfig, u: int, names: frozenset[str], rates: Rates, batch: Batch, itemsize: int = 2
 ) -> float:
-    """Seconds of recomputation in backward, for the tensors of a micro-batch of unit u that are not in `kept`."""
-    return pass_seconds(measure.rebuilt(cfg, u, batch.tokens, batch.pairs(cfg, u), kept, itemsize), rates, batch)
+    """Seconds of recomputation in backward, for the tensors of a micro-batch of unit u that are not in `names`."""
+    return pass_seconds(measure.rebuilt(cfg, u, batch.tokens, batch.pairs(cfg, u), names, itemsize), rates, batch)
 
 
 def pass_seconds(work: Work, rates: Rates, batch: Batch) -> float:

@@ -127,11 +127,11 @@ def rates_of(measured: Mapping[str, float]) -> Rates:
     On a CPU there is no PCIe: a copy reads and writes RAM.
     """
     known = {f.name for f in fields(Rates)}
-    found = {k: v for k, v in measured.items() if k in known and v and math.isfinite(v)}
-    dram = found.setdefault("dram", ADAM_BYTES * found["adam"] * SHARED)
-    found.setdefault("copy", GPUS["h200"].copy if "h2d" in found else dram)
+    rates = {k: v for k, v in measured.items() if k in known and v and math.isfinite(v)}
+    dram = rates.setdefault("dram", ADAM_BYTES * rates["adam"] * SHARED)
+    rates.setdefault("copy", GPUS["h200"].copy if "h2d" in rates else dram)
     made: dict[str, Any] = {"h2d": dram / 2, "d2h": dram / 2}
-    return Rates(**made | found)
+    return Rates(**made | rates)
 
 
 SHEETS = "by data sheets"
@@ -156,9 +156,9 @@ class Machine:
 
     def first(self, gpus: int, gpu_memory: int | None = None) -> Machine:
         """The machine with `gpus` GPUs, its first ones or more of the same kind, of at most `gpu_memory` bytes each."""
-        given = gpu_memory or self.gpu
-        less = tuple(max(0, given - self.gpu + less) for less in self.less[:gpus])
-        return replace(self, gpu=given, gpus=gpus, less=less)
+        memory = gpu_memory or self.gpu
+        less = tuple(max(0, memory - self.gpu + less) for less in self.less[:gpus])
+        return replace(self, gpu=memory, gpus=gpus, less=less)
 
     @property
     def limits(self) -> Limits:
@@ -169,8 +169,8 @@ class Machine:
         """A line with its parts and their speeds. Without a GPU both tiers are RAM, and there is no PCIe."""
         r = self.rates
         whole = f" | RAM {gib(self.gpus * self.gpu - sum(self.less) + self.ram, 0)}"
-        each = " and ".join(gib(self.gpu - less, 0) for less in self.less) or gib(self.gpu, 0)
-        memory = f", {each} | RAM {gib(self.ram, 0)}" if on_gpu else whole
+        of_gpus = " and ".join(gib(self.gpu - less, 0) for less in self.less) or gib(self.gpu, 0)
+        memory = f", {of_gpus} | RAM {gib(self.ram, 0)}" if on_gpu else whole
         peer = f", GPU to GPU {r.peer / GB:.0f}" * (r.peer > 0)
         bus = f"PCIe {r.h2d / GB:.0f} GB/s{peer} | " if on_gpu else ""
         alike = self.gpus > 1 and not self.mixed
@@ -219,14 +219,14 @@ def assume(text: str) -> Machine:
     GPUs.
     """
     words = [part.split("=", 1) for part in text.replace(" ", "").split(",")]
-    given = {word[0]: word[-1] for word in words if len(word) == 2}
+    texts = {word[0]: word[-1] for word in words if len(word) == 2}
     try:
-        if not {"gpu", "ram"} <= given.keys() <= set(PARTS) or len(given) != len(words):
+        if not {"gpu", "ram"} <= texts.keys() <= set(PARTS) or len(texts) != len(words):
             raise ValueError(f"write it like {LIKE}, with gpu and ram at least; parts are {'=, '.join(PARTS)}=")
-        made = unequal([_alike({**given, "gpu": name}) for name in given["gpu"].split("+")])
+        made = unequal([_alike({**texts, "gpu": name}) for name in texts["gpu"].split("+")])
         if made.gpus > MOST_GPUS:
             raise ValueError(f"{made.gpus} GPUs are too many; a run has at most {MOST_GPUS}")
-        peer = _read(given, "peer", positive) * GB if "peer" in given else 0.0
+        peer = _read(texts, "peer", positive) * GB if "peer" in texts else 0.0
     except ValueError as error:
         raise InputError(f"--assume {text}: {error}.") from None
     return replace(made, rates=replace(made.rates, peer=peer))
@@ -254,41 +254,41 @@ def each_machine(text: str) -> dict[str, str]:
 
 def unequal(parts: Sequence[Machine]) -> Machine:
     """The machine with the GPUs of all `parts`, which have all else in common. Raises ValueError."""
-    each = [part for part in parts for _ in range(part.gpus)]
+    of_gpus = [part for part in parts for _ in range(part.gpus)]
     if len(parts) == 1:
         return parts[0]
     if len({part.ram for part in parts}) > 1 or len({part.rates.dram for part in parts}) > 1:
         raise ValueError("a GPU that shares the CPU's memory cannot be one of several")
-    most, slowest = max(part.gpu for part in each), min(each, key=lambda part: part.rates.matmul)
-    less, name = tuple(most - part.gpu for part in each), " + ".join(part.name for part in each)
-    return replace(slowest, name=name, gpu=most, gpus=len(each), less=less, mixed=True)
+    most, slowest = max(part.gpu for part in of_gpus), min(of_gpus, key=lambda part: part.rates.matmul)
+    less, name = tuple(most - part.gpu for part in of_gpus), " + ".join(part.name for part in of_gpus)
+    return replace(slowest, name=name, gpu=most, gpus=len(of_gpus), less=less, mixed=True)
 
 
-def _alike(given: Mapping[str, str]) -> Machine:
+def _alike(texts: Mapping[str, str]) -> Machine:
     """With equal GPUs. Raises ValueError."""
-    several = re.fullmatch(r"(\d{1,2})x(.+)", given["gpu"])
-    gpus, name = (whole(several[1]), several[2]) if several else (1, given["gpu"])
-    gpu = find_gpu(name, _read(given, "tflops", positive) if "tflops" in given else 0.0)
-    ram = _read(given, "ram", size)
-    if "bus" in given:
-        gpu = replace(gpu, bus=bus_of(gpu, given["bus"]))
+    several = re.fullmatch(r"(\d{1,2})x(.+)", texts["gpu"])
+    gpus, name = (whole(several[1]), several[2]) if several else (1, texts["gpu"])
+    gpu = find_gpu(name, _read(texts, "tflops", positive) if "tflops" in texts else 0.0)
+    ram = _read(texts, "ram", size)
+    if "bus" in texts:
+        gpu = replace(gpu, bus=bus_of(gpu, texts["bus"]))
     dram: float = CONSUMER_DRAM
     if gpu.unified:
         if ram >= gpu.memory:
             raise ValueError(f"the {gpu.name} has one memory of {gib(gpu.memory, 0)}; ram= is the CPU's part of it")
         gpu, dram = replace(gpu, memory=gpu.memory - ram), gpu.copy
-    dram = _read(given, "dram", positive) * GB if "dram" in given else dram
-    cores = _read(given, "cores", positive) if "cores" in given else math.inf
-    drive, drives = _read(given, "ssd", _drives) if "ssd" in given else (None, 0)
+    dram = _read(texts, "dram", positive) * GB if "dram" in texts else dram
+    cores = _read(texts, "cores", positive) if "cores" in texts else math.inf
+    drive, drives = _read(texts, "ssd", _drives) if "ssd" in texts else (None, 0)
     return replace(machine(gpu, ram, drive, drives, dram, cores=cores), gpus=gpus)
 
 
-def _read(given: Mapping[str, str], name: str, parse: Callable[[str], T]) -> T:
+def _read(texts: Mapping[str, str], name: str, parse: Callable[[str], T]) -> T:
     """A part as `parse` reads it. Raises ValueError, which names the part."""
     try:
-        return parse(given[name])
+        return parse(texts[name])
     except ValueError as error:
-        raise ValueError(f"{name}={given[name]}: {error}") from None
+        raise ValueError(f"{name}={texts[name]}: {error}") from None
 
 
 def _drives(text: str) -> tuple[Drive, int]:

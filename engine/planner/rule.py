@@ -126,12 +126,12 @@ def all_cuts(cfg: ModelConfig, alone: bool = True, halves: Sequence[bool] = (Fal
     are decoded in parts, and, if one GPU is `alone`, frozen experts in slices.
     """
     halves = halves[:1] if cfg.whole else halves
-    found = [Cut(half) for half in halves]
+    divisions = [Cut(half) for half in halves]
     if at_once := narrow.slice_of(cfg):
-        found.append(Cut(halves[-1], at_once))
+        divisions.append(Cut(halves[-1], at_once))
     if alone and halves[-1] and narrow.may_be_sliced(cfg):
-        found += [sliced(cfg, slices) for slices in SLICES]
-    return found
+        divisions += [sliced(cfg, slices) for slices in SLICES]
+    return divisions
 
 
 def sliced(cfg: ModelConfig, slices: int) -> Cut:
@@ -278,8 +278,8 @@ def _states_to_gpu(geo: Geometry, plan: Plan, limits: Limits, most: int) -> Plan
 def _more_state_buffers(geo: Geometry, plan: Plan, limits: Limits) -> Plan:
     """Adds buffers in RAM for optimizer chunks from the SSD."""
     records = sum(len(geo.records(u, plan.record)) for u, unit in enumerate(plan.units) if unit.state == "ssd")
-    more = max(0, records - plan.state_slots)
-    return largest_fitting(geo, limits, more, lambda k: replace(plan, state_slots=plan.state_slots + k))
+    slots = max(0, records - plan.state_slots)
+    return largest_fitting(geo, limits, slots, lambda k: replace(plan, state_slots=plan.state_slots + k))
 
 
 def fill_ram(geo: Geometry, plan: Plan, limits: Limits) -> Plan:
@@ -315,8 +315,8 @@ def share_updates(geo: Geometry, plan: Plan, limits: Limits, share: float) -> Pl
 def _keep_activations(geo: Geometry, plan: Plan, limits: Limits) -> Plan:
     """Saves all tensors of as many of the last blocks as fit on the GPU: these are needed for the shortest time."""
     all_of: dict[str, Saved] = {k: tuple((name, "gpu") for name in geo.saved_names(k)) for k in geo.inner_kinds}
-    kept = lambda k: plan.saving({u: all_of[geo.kinds[u]] for u in range(geo.head - k, geo.head)})
-    return largest_fitting(geo, limits, geo.n_units - 2, kept)
+    saved_in_last = lambda k: plan.saving({u: all_of[geo.kinds[u]] for u in range(geo.head - k, geo.head)})
+    return largest_fitting(geo, limits, geo.n_units - 2, saved_in_last)
 
 
 # ---------------------------------------------------------------- a refusal
@@ -324,8 +324,8 @@ def _keep_activations(geo: Geometry, plan: Plan, limits: Limits) -> Plan:
 
 def refusal(tried: Sequence[tuple[Geometry, Plan]], limits: Limits) -> DoesNotFit:
     """The error for the plan that lacks the fewest bytes."""
-    need = lambda each: usage(each[0], each[1], limits.less)
-    best = min(tried, key=lambda each: sum(limits.lacking(need(each)).values()))
+    need = lambda candidate: usage(candidate[0], candidate[1], limits.less)
+    best = min(tried, key=lambda candidate: sum(limits.lacking(need(candidate)).values()))
     return DoesNotFit(_why_not(*best, limits), need(best))
 
 
@@ -336,10 +336,10 @@ def _why_not(geo: Geometry, plan: Plan, limits: Limits) -> str:
     """The message for a plan that does not fit: what is needed, the limit, and what to change."""
     lacks = limits.lacking(usage(geo, plan, limits.less))
     assert lacks, "a plan that fits was refused"
-    more = {tier: rounded_up(MARGIN[tier] * lacks[tier]) for tier in lacks}  # not the sum: options include a reserve
-    other = f"use a GPU with {more.pop('gpu')} more free memory" if "gpu" in more and limits.all_free else ""
-    frees = f"free {more.pop('ram')} of RAM" if "ram" in more and limits.free_ram else ""
-    raises = " and ".join(f"{flag} by {more[tier]}" for tier, flag in FLAGS.items() if tier in more)
+    missing = {tier: rounded_up(MARGIN[tier] * lacks[tier]) for tier in lacks}  # not the sum: options include a reserve
+    other = f"use a GPU with {missing.pop('gpu')} more free memory" if "gpu" in missing and limits.all_free else ""
+    frees = f"free {missing.pop('ram')} of RAM" if "ram" in missing and limits.free_ram else ""
+    raises = " and ".join(f"{flag} by {missing[tier]}" for tier, flag in FLAGS.items() if tier in missing)
     first = " and ".join(way for way in (other, f"raise {raises}" * bool(raises), frees) if way)
     out = [first[0].upper() + first[1:]]
     shorter = lambda k: usage(geo, replace(plan, tokens=k), limits.less)["gpu"] <= limits.gpu

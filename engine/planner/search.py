@@ -32,7 +32,7 @@ class Search:
     rates: Rates
     wanted: Wanted
     first: Plan  # the rule's
-    begun: Plan | None = None
+    resumed: Plan | None = None
     steps: dict[Plan, Prediction] = field(default_factory=dict)
     costs: dict[Plan, float] = field(default_factory=dict)  # estimated seconds per token, plus WEAR
 
@@ -60,9 +60,9 @@ class Search:
         """
         best = self.best
         for plan in decision(self, replace(best, piece=min(best.piece, self.first.piece))):
-            resumed = plan if self.begun is None else updated_as(plan, self.begun)
-            if resumed is not None and self.fits(resumed):
-                self.simulate(longer_pieces(self.geo, resumed, self.limits))
+            updated = plan if self.resumed is None else updated_as(plan, self.resumed)
+            if updated is not None and self.fits(updated):
+                self.simulate(longer_pieces(self.geo, updated, self.limits))
 
     def moves(self, plan: Plan) -> Sequence[Move]:
         return moves(self.geo, self.batch(plan), self.rates)
@@ -81,10 +81,10 @@ class Search:
 Decision = Callable[[Search, Plan], Iterable[Plan]]  # alternatives to a plan
 
 
-def updated_as(plan: Plan, begun: Plan) -> Plan | None:
-    """`plan` with each unit's update on the processor of `begun`; None if the placement of `plan` does not allow it."""
+def updated_as(plan: Plan, resumed: Plan) -> Plan | None:
+    """`plan` with each unit's update on the processor of `resumed`; None if its own placement does not allow it."""
     units = []
-    for unit, other in zip(plan.units, begun.units, strict=True):
+    for unit, other in zip(plan.units, resumed.units, strict=True):
         on_gpu = other.state == "gpu" or other.update == "gpu"
         streamed = on_gpu and unit.state != "gpu"
         if unit.state == "gpu" and not on_gpu:
@@ -114,7 +114,7 @@ def moves(geo: Geometry, batch: Batch, rates: Rates) -> list[Move]:
     recomputation): the next one is always the steepest (Fuyou, equation 12; MPress, table III). Of equally steep ones
     it is the smallest that keeps what is saved already, else the largest.
     """
-    found = []
+    steps = []
     for kind in geo.inner_kinds:
         u, nbytes = geo.kinds.index(kind), shapes.saved_bytes(geo.cfg, batch.tokens, ITEMSIZE[geo.dtype], kind)
         sets = chain.from_iterable(combinations(nbytes, count) for count in range(len(nbytes) + 1))
@@ -130,9 +130,9 @@ def moves(geo: Geometry, batch: Batch, rates: Rates) -> list[Move]:
             keep = [names for names in best if set(names) >= set(here)]
             sizes = {names: left[names][0] for names in best}
             here = min(keep, key=sizes.__getitem__) if keep else max(best, key=sizes.__getitem__)
-            found.append(Move(kind, here, left[here][0] - size, again - left[here][1]))
+            steps.append(Move(kind, here, left[here][0] - size, again - left[here][1]))
     # Rounded: rounding errors would change the order.
-    return sorted(found, key=lambda move: -float(f"{move.seconds / move.nbytes:.6g}"))
+    return sorted(steps, key=lambda move: -float(f"{move.seconds / move.nbytes:.6g}"))
 
 
 def count(geo: Geometry, steps: Sequence[Move]) -> int:

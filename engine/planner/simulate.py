@@ -148,19 +148,19 @@ class SimulatedQueues:
         """Runs the recorded tasks as the next step; returns its seconds. A wait for a later task in program order
         refers to that task in the previous step.
         """
-        begun, self.parts = self.waited, self.parts or self._halves()
+        start, self.parts = self.waited, self.parts or self._halves()
         for a, b, slow in self.parts:
             self._time(self.tasks[a:b], slow)
             if self.tasks[b - 1].kind == "statistics":
                 self._wait(self.tasks[b - 1].end)
-        return self.waited - begun
+        return self.waited - start
 
     def time_alone(self) -> float:
         """Seconds of the recorded tasks, which are not a step: until the last one ends."""
-        begun, (slow,) = self.waited, _slowness((self.tasks,), self.rates, self.free)
+        start, (slow,) = self.waited, _slowness((self.tasks,), self.rates, self.free)
         self._time(self.tasks, slow)
         self._wait(max((self.handed, *(task.end for task in self.tasks))))
-        return self.waited - begun
+        return self.waited - start
 
     def _wait(self, end: float) -> None:
         """Tasks that are issued from here on start after `end`."""
@@ -185,12 +185,12 @@ class SimulatedQueues:
         shared = {queue: (self.buses[numbered(plain(queue), gpu_of(queue))], 1) for queue in streamed if is_copy(queue)}
         shared |= {way: (bus, 0) for way, bus in self.buses.items() if (bus, 1) in shared.values()}
         shared |= {queue: (self.drives, rank) for queue, rank in CLASS.items()}
-        free, each, handed = self.free, self.rates.task, self.handed
+        free, task_seconds, handed = self.free, self.rates.task, self.handed
         through_ram = self.ram.take
-        inline = each > 0 and self.rates.launch_overhead == 0  # on a CPU
+        inline = task_seconds > 0 and self.rates.launch_overhead == 0  # on a CPU
         for task in tasks:
             queue = task.queue
-            handed += each
+            handed += task_seconds
             start = free[queue]
             if handed > start:
                 start = handed

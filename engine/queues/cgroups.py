@@ -20,8 +20,8 @@ def groups(controller: str) -> Iterator[tuple[Path, int]]:
     """
     for line in OWN.read_text().splitlines() if OWN.exists() else ["0::/", f"1:{controller}:/"]:
         number, controllers, path = line.split(":", 2)
-        own = Path(path.lstrip("/"))
-        for group in (own, *own.parents):
+        folder = Path(path.lstrip("/"))
+        for group in (folder, *folder.parents):
             if number == "0":
                 yield ROOT / group, 2
             elif controller in controllers.split(","):
@@ -30,7 +30,7 @@ def groups(controller: str) -> Iterator[tuple[Path, int]]:
 
 def cores() -> float:
     """Cores that this process may use: those of its affinity or, if it is less, the quota of a group."""
-    found = float(len(os.sched_getaffinity(0)))
+    number = float(len(os.sched_getaffinity(0)))
     for group, version in groups("cpu"):
         try:
             words = (
@@ -40,8 +40,8 @@ def cores() -> float:
         except (OSError, ValueError):  # no file, or no quota: "max"
             continue
         if quota > 0 and period > 0:  # version 1: -1 is none
-            found = min(found, quota / period)
-    return found
+            number = min(number, quota / period)
+    return number
 
 
 def update_threads(gpus: int = 1) -> int:

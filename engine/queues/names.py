@@ -67,6 +67,6 @@ def title(queue: str) -> str:
 def queues_of(gpus: int, hosts: int = 1) -> tuple[str, ...]:
     """All queues of a machine with these GPUs, one of `hosts`."""
     unused = (*((*HOPS, *PEERS) if gpus == 1 else ()), *(SUMS if hosts == 1 else ()))
-    own = tuple(queue for queue in ON_GPU if queue not in unused)
-    others = (numbered(queue, gpu) for gpu in range(1, gpus) for queue in own)
-    return (*QUEUES, *(queue for queue in own if queue not in QUEUES), *(NET if hosts > 1 else ()), *others)
+    of_gpu = tuple(queue for queue in ON_GPU if queue not in unused)
+    others = (numbered(queue, gpu) for gpu in range(1, gpus) for queue in of_gpu)
+    return (*QUEUES, *(queue for queue in of_gpu if queue not in QUEUES), *(NET if hosts > 1 else ()), *others)

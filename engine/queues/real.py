@@ -181,7 +181,7 @@ class RealQueues(InlineQueues):
         self.names = queues_of(gpus, hosts)
         self.error: BaseException | None = None
         self.failed: Callable[[BaseException], object] = lambda _: None  # hears of the first of a thread
-        self.at: dict[str, RealTask] = {}  # by queue: its task, waiting or begun
+        self.at: dict[str, RealTask] = {}  # by queue: its task, waiting or started
         self.over: Counter[str] = Counter()  # by queue: tasks executed, on streams issued
         self.streams: dict[str, torch.cuda.Stream] = {}
         self.origins: list[tuple[torch.cuda.Event, float]] = []  # by GPU: an event, its time

@@ -61,13 +61,13 @@ def watch(
 def _hanging(queues: RealQueues) -> str:
     """Names what hangs: the first of the started tasks, for which others wait; or a GPU's streams."""
     tasks = list(queues.at.values())
-    begun = [task for task in tasks if task.start]
-    if not begun and queues.streams:
+    started = [task for task in tasks if task.start]
+    if not started and queues.streams:
         return "the GPU does not end what was issued to it"
-    begun = begun or tasks
-    if not begun:
+    started = started or tasks
+    if not started:
         return "no queue has a task"
-    task = min(begun, key=lambda task: task.start)
+    task = min(started, key=lambda task: task.start)
     return f"queue {task.queue} hangs in {task.name}"
 
 

@@ -233,7 +233,7 @@ def sample(
 
 def let_go(e: Engine) -> None:
     """Releases the layers of a pass that was ended early."""
-    in_flight = [task for held in e.weights.held for task in held.ready]
+    in_flight = [task for layer in e.weights.loaded for task in layer.ready]
     for gpu in range(e.plan.gpus):  # each after the one before: the last is over when all are
         in_flight = [e.queues.run(numbered("compute", gpu), "other", "break off the sample", lambda: None, in_flight)]
     e.weights.break_off(in_flight[0])

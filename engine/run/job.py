@@ -406,7 +406,7 @@ def files_of(o: Options, opened: Opened, data: Dataset | None, work: Work) -> Fi
         export=4 * sum(map(math.prod, adapter_shapes(cfg).values())) if cfg.lora else source.nbytes,
         merged=source.nbytes * o.merge,
         best=data is not None and data.held_out is not None,
-        held=sum(file.stat().st_blocks * 512 for file in held),
+        existing=sum(file.stat().st_blocks * 512 for file in held),
         keep=o.keep,
         apart=o.export_every.times(0, work.steps),
         read=2 * source.nbytes if o.base else 0,  # for codes and for scales

@@ -195,7 +195,7 @@ def events(job: Job, done: int, steps_s: float | None) -> Events:
         held_out=job.eval_rows or n,
         reference=job.data.n_sequences + n if compares else 0,
         exports=1
-        + (min(bests, snapshots) if job.forecast.kept else bests)
+        + (min(bests, snapshots) if job.forecast.best_copy else bests)
         + o.export_every.times(done, total, steps_s),
         snapshots=snapshots,
         samples=evaluations + 1 if job.opened.codec and not job.cfg.scores else 0,

@@ -265,7 +265,7 @@ class Training:
         """Keeps the present weights as the best: copied within RAM if it has room, else written at once."""
         self.apply_updates()
         self.best_kept = True
-        if here().any(not self.job.forecast.kept):
+        if here().any(not self.job.forecast.best_copy):
             self.write_best()
             return
         self._best = self._best or Kept(self.engine.placement, self.job.files.exact)

@@ -66,22 +66,22 @@ def work(
     pairs: int,
     itemsize: int = 2,
     grad_itemsize: int = 2,
-    kept: frozenset[str] = frozenset(),
+    names: frozenset[str] = frozenset(),
 ) -> tuple[Work, Work]:
-    """Work of (forward, backward) of unit u for so many tokens, which attend to `pairs`; backward finds `kept` saved.
+    """Work of (forward, backward) of unit u for so many tokens, which attend to `pairs`; backward finds `names` saved.
 
     Of the head: of the loss alone, and with its gradients; tokens are labels. Of slices of experts: of all together,
     but launches of one.
     """
-    return _work(cfg, shapes.alike(cfg)[u], tokens, pairs, itemsize, grad_itemsize, kept)
+    return _work(cfg, shapes.alike(cfg)[u], tokens, pairs, itemsize, grad_itemsize, names)
 
 
 def rebuilt(
-    cfg: ModelConfig, u: int, tokens: int, pairs: int, kept: frozenset[str], itemsize: int = 2, grad_itemsize: int = 2
+    cfg: ModelConfig, u: int, tokens: int, pairs: int, names: frozenset[str], itemsize: int = 2, grad_itemsize: int = 2
 ) -> Work:
-    """What a unit's backward computes again, as it does not find the saved tensors that are not in `kept`."""
+    """What a unit's backward computes again, as it does not find the saved tensors that are not in `names`."""
     every = frozenset(shapes.saved_of(cfg, shapes.unit(cfg, u), 1))
-    missing = every - kept
+    missing = every - names
     least = work(cfg, u, tokens, pairs, itemsize, grad_itemsize, every)[1]
     total = NOTHING
     for name in sorted(missing - {"lse"} if missing >= ATTENDED else missing):
@@ -95,13 +95,13 @@ def forward_flops(cfg: ModelConfig, u: int, tokens: int, pairs: int) -> float:
     return sum(work(cfg, u, tokens, pairs)[0].flops.values())
 
 
-def backward_flops(cfg: ModelConfig, u: int, tokens: int, pairs: int, kept: frozenset[str] | None = None) -> float:
-    """FLOPs of a unit in backward, which finds the saved tensors `kept` (None: all). For the head, of the gradients."""
+def backward_flops(cfg: ModelConfig, u: int, tokens: int, pairs: int, names: frozenset[str] | None = None) -> float:
+    """FLOPs of a unit in backward, which finds the saved tensors `names` (None: all). Of the head, of gradients."""
     if u == cfg.n_units - 1:
         return sum(work(cfg, u, tokens, pairs)[1].flops.values()) - forward_flops(cfg, u, tokens, pairs)
-    if kept is None and u:
-        kept = frozenset(shapes.saved_of(cfg, shapes.unit(cfg, u), 1))
-    return sum(work(cfg, u, tokens, pairs, kept=kept or frozenset())[1].flops.values())
+    if names is None and u:
+        names = frozenset(shapes.saved_of(cfg, shapes.unit(cfg, u), 1))
+    return sum(work(cfg, u, tokens, pairs, names=names or frozenset())[1].flops.values())
 
 
 @lru_cache(CACHED)
@@ -126,9 +126,9 @@ Measured = list[tuple[int, tuple[Taken, Taken]]]  # (tokens, forward and backwar
 
 @lru_cache(CACHED)
 def _work(
-    cfg: ModelConfig, u: int, tokens: int, pairs: int, itemsize: int, grad_itemsize: int, kept: frozenset[str]
+    cfg: ModelConfig, u: int, tokens: int, pairs: int, itemsize: int, grad_itemsize: int, names: frozenset[str]
 ) -> tuple[Work, Work]:
-    passes = _points(cfg, u, tokens, itemsize, grad_itemsize, kept)
+    passes = _points(cfg, u, tokens, itemsize, grad_itemsize, names)
     spec = shapes.unit(cfg, u).attention if 0 < u < cfg.n_units - 1 else None
     window = spec.window if spec else 0
     forward, backward = (_line(tokens, pairs, window, [(n, both[i]) for n, both in passes]) for i in (0, 1))
@@ -163,7 +163,7 @@ def _points(
     tokens: int,
     itemsize: int,
     grad_itemsize: int,
-    kept: frozenset[str],
+    names: frozenset[str],
     exact: bool = False,
 ) -> Measured:
     """What is measured for `tokens`."""
@@ -173,12 +173,12 @@ def _points(
     points = (tokens,) if exact else POINTS
     dtypes = NAMES[itemsize], NAMES[grad_itemsize]
     if inner:
-        return [(n, _inner(cfg, u, n, *dtypes, kept)) for n in points]
+        return [(n, _inner(cfg, u, n, *dtypes, names)) for n in points]
     return [(n, (_head if u else _embedding)(cfg, n, *dtypes)) for n in points]
 
 
 @lru_cache(CACHED)
-def _inner(cfg: ModelConfig, u: int, tokens: int, dtype: str, grads: str, kept: frozenset[str]) -> tuple[Taken, Taken]:
+def _inner(cfg: ModelConfig, u: int, tokens: int, dtype: str, grads: str, names: frozenset[str]) -> tuple[Taken, Taken]:
     """An inner unit's passes over one document."""
     made, dtypes = narrow.made_groups(cfg, u)
     trained = [group for part in shapes.trained_parts(cfg, u) for group in part]
@@ -190,7 +190,7 @@ def _inner(cfg: ModelConfig, u: int, tokens: int, dtype: str, grads: str, kept: 
     passed = _empty(shapes.passed_shapes(cfg, tokens), dtype) if len(parts) > 1 else None
     g = model.gradients(cfg, u, _memory(trained, grads))
     rows = make_rows((tokens,), rope_tables(cfg, tokens, META), META)
-    saved = {name: shape for name, shape in shapes.saved_of(cfg, shapes.unit(cfg, u), tokens).items() if name in kept}
+    saved = {name: shape for name, shape in shapes.saved_of(cfg, shapes.unit(cfg, u), tokens).items() if name in names}
     tensors = _empty(saved, dtype)
     x, dy, out, dx = (torch.empty((tokens, cfg.width), dtype=DTYPE[dtype], device=META) for _ in range(4))
     held = parts, g, rows, tensors, x, dy, out, dx, passed

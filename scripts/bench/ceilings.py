@@ -88,8 +88,8 @@ def blended(cfg: ModelConfig, plan: Plan, tokens: int, seq: int, rates: Rates) -
     pairs, head = costs.layer_pairs(cfg.layers, [seq] * (tokens // seq)), cfg.n_units - 1
     flops = quick = 0.0
     for u in range(1, head + 1):
-        kept = frozenset(name for name, _ in plan.units[u].saved)
-        for work in measure.work(cfg, u, tokens, pairs, kept=kept)[u == head :]:
+        names = frozenset(name for name, _ in plan.units[u].saved)
+        for work in measure.work(cfg, u, tokens, pairs, names=names)[u == head :]:
             flops += sum(work.flops.values())
             quick += sum(n for kind, n in work.flops.items() if "fp8" in kind)
     return replace(rates, matmul=flops / ((flops - quick) / rates.matmul + quick / rates.fp8)) if quick else rates

@@ -56,10 +56,10 @@ def test_without_a_gpu_it_says_so_and_checks_the_rest(quick, capsys, monkeypatch
     rows = by_part([Row(**row) for row in report["rows"]])
     assert rows.keys() == {"software", "host", "gpu", "drive", "step"}
     why = "sees no GPU" if torch.version.cuda else "is built without CUDA"
-    assert [row.found for row in rows["gpu"]] == [f"torch {torch.__version__} {why}: kernels are not checked"]
+    assert [row.result for row in rows["gpu"]] == [f"torch {torch.__version__} {why}: kernels are not checked"]
     assert len(rows["drive"]) == 8
-    assert rows["drive"][3].found == "read 3.00, write 2.00 GB/s, together 80 % of that"
-    assert [row.found for row in rows["step"]] == ["1.000 s, estimated 0.500 s (+100 %)"]
+    assert rows["drive"][3].result == "read 3.00, write 2.00 GB/s, together 80 % of that"
+    assert [row.result for row in rows["step"]] == ["1.000 s, estimated 0.500 s (+100 %)"]
     assert all(line in said for line in ("! gpu", "change      ", "report      trireme-check.json"))
     assert sorted(os.listdir(quick)) == ["nvme", "trireme-check.json"], "nothing else is written"
     assert os.listdir(quick / "nvme") == []
@@ -147,7 +147,7 @@ def test_what_the_host_lacks_is_said(monkeypatch):
 )  # fmt: skip
 def test_a_slow_link_is_said(busy, says, change):
     row = gpu.link({"generation now": 1}, busy)
-    assert says in row.found
+    assert says in row.result
     assert change in row.change
     assert bool(row.change) == bool(change)
 
@@ -156,7 +156,7 @@ def test_rates_are_compared_with_those_of_such_a_gpu():
     sheet = find_gpu("NVIDIA GeForce RTX 4090")
     usual = {"matmul": sheet.matmul, "copy": sheet.copy, "h2d": sheet.bus, "d2h": sheet.bus}
     assert [row.change for row in gpu._against(sheet, usual)] == [""] * 4
-    assert "100 % of what is usual" in next(gpu._against(sheet, usual)).found
+    assert "100 % of what is usual" in next(gpu._against(sheet, usual)).result
     slow = [row.what for row in gpu._against(sheet, usual | {"matmul": 6e13, "h2d": 6e9}) if row.change]
     assert slow == ["bf16 matrix multiplication", "copies to the GPU"]
     assert [row.change for row in gpu._against(None, usual)] == [""] * 4
@@ -184,17 +184,17 @@ def test_a_wrong_kernel_is_named(monkeypatch):
     rows = list(gpu.kernels(SMALL, lambda case: 1e-3, fp8=False))
     (bad,) = [row for row in rows if row.change]
     assert bad.what.startswith("conv_fwd ")
-    assert "WRONG: differs by 1.0e-01 from its reference" in bad.found
-    assert rows[-1].found == "this GPU has none"
+    assert "WRONG: differs by 1.0e-01 from its reference" in bad.result
+    assert rows[-1].result == "this GPU has none"
     calls = count()
     monkeypatch.setattr(ops, "conv_fwd", lambda *args: right(*args) + (next(calls) == 3))
     ops.conv_fwd.__wrapped__ = right.__wrapped__
     (bad,) = [row for row in gpu.kernels(SMALL, lambda case: 1e-3, fp8=False) if row.change]
-    assert bad.found == "WRONG: 5 calls give different bits"
-    assert any("GB/s" in row.found for row in rows)
+    assert bad.result == "WRONG: 5 calls give different bits"
+    assert any("GB/s" in row.result for row in rows)
     monkeypatch.setattr(gpu, "KERNELS_S", -1.0)
     late = list(gpu.kernels(SMALL, lambda case: 1e-3, fp8=True))
-    assert sum("out of time" in row.found for row in late) == len(gpu.ORDER) == len(GROUPS)
+    assert sum("out of time" in row.result for row in late) == len(gpu.ORDER) == len(GROUPS)
 
 
 def test_a_kernel_that_cannot_run_is_named(monkeypatch):
@@ -205,7 +205,7 @@ def test_a_kernel_that_cannot_run_is_named(monkeypatch):
     monkeypatch.setattr(ops, "rope_", fails)
     rows = list(gpu.kernels(SMALL, lambda case: 1e-3, fp8=True))
     (bad,) = [row for row in rows if row.change]
-    assert bad.found == "FAILED: RuntimeError: out of resource: shared memory, required: 131072, limit: 101376"
+    assert bad.result == "FAILED: RuntimeError: out of resource: shared memory, required: 131072, limit: 101376"
     assert rows.index(bad) < len(rows) - 1, "the others are compared"
 
 
@@ -229,9 +229,9 @@ def test_steps_are_run_next_to_their_estimates(tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == []
     assert len(made) == 2
     small, none = steps(cpu, Limits(1 << 20, 1 << 30), rates, None, end)
-    assert small.found.startswith("not tried: even the smallest plan needs ")
-    assert none.found == "not tried: no drive was tried"
-    assert [row.found for row in steps(cpu, room, rates, tmp_path, 0.0)] == ["not tried: out of time"] * 2
+    assert small.result.startswith("not tried: even the smallest plan needs ")
+    assert none.result == "not tried: no drive was tried"
+    assert [row.result for row in steps(cpu, room, rates, tmp_path, 0.0)] == ["not tried: out of time"] * 2
 
 
 def test_an_estimate_that_is_far_off_is_told_on_a_gpu():
@@ -245,7 +245,7 @@ def test_kernels_are_right_on_this_gpu_while_they_are_timed(group):
     fp8 = torch.cuda.get_device_capability() >= (8, 9)
     rows = list(gpu.kernels(gpu.CHECKED, gpu.call_seconds, fp8, [group]))
     assert rows
-    assert [row.found for row in rows if row.change] == []
+    assert [row.result for row in rows if row.change] == []
 
 
 @pytest.mark.gpu

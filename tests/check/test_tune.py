@@ -46,12 +46,12 @@ def clock(gain=1.5):
 def test_the_faster_settings_are_kept_for_this_gpu_and_this_software(here):
     said = {row.what: row for row in tune.rows(GPU, TINY, clock())}
     assert said.keys() == {*tried(RTX_4090), "settings"}
-    assert said["grouped_mm"].found == "64, 64, 128, 4, 3: 1.50 times as fast; bitwise identical"
-    assert said["attention_fwd 64"].found == "as it is: 4 of 4 settings tried"
+    assert said["grouped_mm"].result == "64, 64, 128, 4, 3: 1.50 times as fast; bitwise identical"
+    assert said["attention_fwd 64"].result == "as it is: 4 of 4 settings tried"
     expected = {name: list(setting) for name, setting in FASTER.items()}
     assert tuned.stored(GPU) == expected
     (file,) = (path for path in tuned.cache_folder().iterdir() if path.name.startswith("launches-"))
-    assert said["settings"].found == (f"3 launches, kept in {file}. Runs use them from now on")
+    assert said["settings"].result == (f"3 launches, kept in {file}. Runs use them from now on")
     assert launch._settings == {}, "the process itself is as before"
     for changed in ("gpu", "driver"):
         before = here[changed]
@@ -89,8 +89,8 @@ def test_a_setting_that_fails_or_is_wrong_is_not_taken_and_other_roundings_are_n
     monkeypatch.setattr(tune, "tried", lambda chip: {"grouped_mm": tried(chip)["grouped_mm"]})
     fastest = {(128, 64, 128, 8, 3): 4.0, (64, 32, 128, 4, 4): 3.0, (64, 64, 128, 4, 3): 2.0}
     rows = list(tune.rows(GPU, TINY, lambda case: 1 / fastest.get(launch._settings.get("grouped_mm"), 1.0)))
-    assert [row.found for row in rows[:1]] == ["64, 64, 128, 4, 3: 2.00 times as fast; rounds differently"]
-    assert "with other roundings" in rows[-1].found
+    assert [row.result for row in rows[:1]] == ["64, 64, 128, 4, 3: 2.00 times as fast; rounds differently"]
+    assert "with other roundings" in rows[-1].result
 
 
 def test_hopper_is_tuned_by_calls_that_its_own_kernels_do_not_take(here):

@@ -39,7 +39,7 @@ def passes(e, name):
     losses = [loss for _ in range(2) for loss in evaluate(e, micro)]
     text = sample(e, Words(), [[1, 2, 3], [4]], max_new=2) if name in SAMPLED else None
     e.queues.drain()
-    assert not e.weights.held
+    assert not e.weights.loaded
     assert not e.memory.owned()
     e.queues.close()
     e.close()

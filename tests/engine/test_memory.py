@@ -113,7 +113,7 @@ def test_weights_are_free_after_the_last_use_that_a_pass_expects():
     for u, left in ((0, {0, 1, 2}), (1, {0, 2}), (2, {0}), (0, set())):
         for part in e.weights.parts(u):
             assert part.u == u
-        assert {layer.u for layer in e.weights.held} == left
+        assert {layer.u for layer in e.weights.loaded} == left
     assert not e.memory.owned()
 
 

@@ -83,7 +83,7 @@ def run(e, n_micro: int, between=((),) * 4, method=None):
     def do(i, micro):
         for name in between[i]:
             told[i, name] = BETWEEN[name](e, micro)
-            assert not e.weights.held, f"after {name} a buffer stays owned"
+            assert not e.weights.loaded, f"after {name} a buffer stays owned"
 
     steps, preference = data_of(e.cfg, n_micro, method)
     return train(e, steps, between=do, preference=preference), told
@@ -320,7 +320,7 @@ def test_what_is_simulated_is_what_runs(drawn, evaluations, method):
             for _ in range(evaluations[i - 1]):
                 evaluate(e, batch)
             train_step(e, batch, i, 1e-3, preference=preference)
-            assert not e.weights.held
+            assert not e.weights.loaded
         assert tasks(real.trace()) == tasks(simulated.trace())
     real.drain()
     real.close()

@@ -143,7 +143,7 @@ def _command(
         loop.Run.evaluate = lambda run: (steps.append(run.done.step), evaluates(run))[1]
         evaluate.Evaluator.loss = worse
         if not place.room:
-            Forecast.kept = 0
+            Forecast.best_copy = 0
         watch()
         if stop:
             _stop_in_step(stop)

@@ -48,7 +48,7 @@ def test_flops_are_those_of_the_parameters(case):
             for group in shapes.weight_groups(cfg, u) for name, shape in group
             if len(shape) > 1 and not (layer.scan and name.endswith(conv))
         )  # fmt: skip
-        forward, backward = measure.work(cfg, u, TOKENS, PAIRS, kept=frozenset(shapes.saved_of(cfg, layer, 1)))
+        forward, backward = measure.work(cfg, u, TOKENS, PAIRS, names=frozenset(shapes.saved_of(cfg, layer, 1)))
         linear = lambda work: sum(
             n for kind, n in work.flops.items() if kind in ("gemm", "grouped", "grouped gradients")
         )
@@ -66,7 +66,7 @@ def test_bytes_are_a_line_in_tokens_and_less_where_more_is_saved(case):
         measured = max(taken.peak for taken in measure._inner(cfg, u, 3072, "BF16", "F32", frozenset()))
         assert 0 <= measure.temporaries(cfg, u, 3072, 2, 4) - measured <= 2 * measure.SLACK
         every = frozenset(shapes.saved_of(cfg, shapes.unit(cfg, u), 1))
-        nothing, all_ = (measure.work(cfg, u, TOKENS, PAIRS, kept=kept)[1] for kept in (frozenset(), every))
+        nothing, all_ = (measure.work(cfg, u, TOKENS, PAIRS, names=kept)[1] for kept in (frozenset(), every))
         assert sum(all_.flops.values()) < sum(nothing.flops.values())
         assert all_.moved < nothing.moved
 
@@ -76,9 +76,9 @@ def test_bytes_are_a_line_in_tokens_and_less_where_more_is_saved(case):
 def test_what_is_computed_again_is_a_sum_over_tensors(cfg):
     """So the planner may ask for every subset."""
     names, flops = shapes.saved_shapes(cfg, 1), lambda work: sum(work.flops.values())
-    least = flops(measure.work(cfg, 1, TOKENS, PAIRS, kept=frozenset(names))[1])
+    least = flops(measure.work(cfg, 1, TOKENS, PAIRS, names=frozenset(names))[1])
     for kept in map(frozenset, chain.from_iterable(combinations(names, k) for k in (0, 1, 2))):
-        again = flops(measure.work(cfg, 1, TOKENS, PAIRS, kept=kept)[1]) - least
+        again = flops(measure.work(cfg, 1, TOKENS, PAIRS, names=kept)[1]) - least
         assert flops(measure.rebuilt(cfg, 1, TOKENS, PAIRS, kept)) == pytest.approx(again, rel=1e-6, abs=1)
 
 

@@ -67,7 +67,7 @@ def test_a_change_for_which_the_drives_have_no_room_is_not_advised():
     with pytest.raises(DoesNotFit, match="Raise ssd to"):
         check_drive(full)
     check_drive(replace(full, machine=replace(full.machine, ssd=full.machine.ssd + 1)))
-    check_drive(replace(full, files=replace(full.files, held=10**9)))
+    check_drive(replace(full, files=replace(full.files, existing=10**9)))
 
 
 @pytest.mark.full

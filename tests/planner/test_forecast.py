@@ -95,13 +95,15 @@ def test_inputs_that_no_memory_holds_are_counted_on_the_drive():
     assert f.step.ssd_written > inputs == f.step.swapped
     tight = replace(f, machine=replace(f.machine, ssd=f.disk() - f.stored(), reserve=0))
     assert "short by" in disk_line(tight)
-    assert "fits" in disk_line(replace(tight, files=Files(held=tight.stored()))), "a resumed run has its store already"
+    assert "fits" in disk_line(replace(tight, files=Files(existing=tight.stored()))), (
+        "a resumed run has its store already"
+    )
 
 
 def test_the_best_weights_are_kept_in_ram_where_there_is_room():
     f = replace(RAM, files=Files(export=EXPORT, best=True))
     need = usage(f.geo, f.plan)
-    assert (RAM.kept, f.kept, replace(f, files=replace(f.files, exact=True)).kept) == (
+    assert (RAM.best_copy, f.best_copy, replace(f, files=replace(f.files, exact=True)).best_copy) == (
         0,
         WEIGHTS,
         WEIGHTS + 2 * PARAMETERS,
@@ -109,8 +111,8 @@ def test_the_best_weights_are_kept_in_ram_where_there_is_room():
     assert f.memory()[BEST] == {"gpu": 0, "ram": WEIGHTS, "ssd": 0}
     tight = replace(f, limits=replace(f.limits, ram=need["ram"] + WEIGHTS - 1))
     cpu = replace(tight, machine=replace(tight.machine, rates=replace(tight.machine.rates, launch_overhead=0.0)))
-    assert (tight.kept, cpu.kept) == (0, WEIGHTS), "of one memory, the other tier's room is room too"
-    assert replace(cpu, limits=replace(cpu.limits, gpu=need["gpu"])).kept == 0
+    assert (tight.best_copy, cpu.best_copy) == (0, WEIGHTS), "of one memory, the other tier's room is room too"
+    assert replace(cpu, limits=replace(cpu.limits, gpu=need["gpu"])).best_copy == 0
 
 
 def test_wear_is_of_the_drive_not_of_its_free_room():

@@ -289,7 +289,7 @@ def test_two_gpus_have_layers_in_turn_and_resumed_runs_their_updates():
     choice = choose(SMALL, limits, H200, wanted)
     assert (choice.plan.gpus, choice.plan.between) == (2, "ram")
     check(SMALL, choice, limits, H200)
-    one = choose(SMALL, replace(limits, gpus=1), H200, replace(wanted, gpus=1), begun=choice.plan).plan
+    one = choose(SMALL, replace(limits, gpus=1), H200, replace(wanted, gpus=1), resumed=choice.plan).plan
     on_gpu = lambda plan: [unit.state == "gpu" or unit.update == "gpu" for unit in plan.units]
     assert one.gpus == 1
     assert on_gpu(one) == on_gpu(choice.plan)

@@ -24,16 +24,16 @@ from trireme.storage.files import replace_synced
 VERSION = 12  # of what is measured: rates of another version are measured again
 
 
-def kept(
+def cached(
     identity: dict[str, Any], measure: Callable[[], dict[str, float]], anew: bool = False
 ) -> tuple[dict[str, float], str]:
     """Returns the rates stored for this identity; without any, or with `anew`, stores and returns those of `measure`.
 
     The second value says in words where the rates are from.
     """
-    found = None if anew else remembered(identity)
-    if found is not None:
-        return found, "measured before"
+    known = None if anew else remembered(identity)
+    if known is not None:
+        return known, "measured before"
     start = time.monotonic()
     rates = measure()
     remember(identity, rates)
@@ -44,9 +44,9 @@ def remembered(identity: dict[str, Any]) -> dict[str, float] | None:
     """Returns the stored rates; None if the file is missing, unreadable or of another identity."""
     path, identity = _place(identity)
     try:
-        found = json.loads(path.read_text()) if path else {}
-        if found["identity"] == identity:
-            return {name: float(value) for name, value in found["rates"].items()}
+        stored = json.loads(path.read_text()) if path else {}
+        if stored["identity"] == identity:
+            return {name: float(value) for name, value in stored["rates"].items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         pass  # missing or foreign
     return None
@@ -78,7 +78,7 @@ def chips_now(device: torch.device, dtype: str) -> dict[str, Any]:
 
 def chips(device: torch.device, dtype: str) -> dict[str, Any]:
     """The identity of the processor, the GPU and the software that runs on them."""
-    found = {
+    identity = {
         "cpu": _first("/proc/cpuinfo", "model name"),
         "ram": _first("/proc/meminfo", "MemTotal"),
         "cores": cores(),
@@ -86,8 +86,8 @@ def chips(device: torch.device, dtype: str) -> dict[str, Any]:
         "dtype": dtype,
     }
     if device.type == "cuda":
-        found |= {"gpu": torch.cuda.get_device_name(device), "driver": _first("/proc/driver/nvidia/version", "NVRM")}
-    return found
+        identity |= {"gpu": torch.cuda.get_device_name(device), "driver": _first("/proc/driver/nvidia/version", "NVRM")}
+    return identity
 
 
 def _first(path: str, key: str) -> str:

@@ -53,20 +53,20 @@ def fp8_rate(device: torch.device) -> float:
 
 
 def scan_shares(
-    device: torch.device, dtype: torch.dtype, own: Scan, matmul: float, lengths: Sequence[int] = SCANNED
+    device: torch.device, dtype: torch.dtype, scan: Scan, matmul: float, lengths: Sequence[int] = SCANNED
 ) -> dict[str, float]:
-    """How fast the recurrence `own` runs on random data, forward and backward, as shares of `matmul`, in FLOP/s."""
-    N, K, H, d, e = sum(lengths), own.key_heads, own.heads, own.key_dim, own.value_dim
+    """How fast the recurrence `scan` runs on random data, forward and backward, as shares of `matmul`, in FLOP/s."""
+    N, K, H, d, e = sum(lengths), scan.key_heads, scan.heads, scan.key_dim, scan.value_dim
     q, k = (normalize(torch.randn(N, K, d, device=device), dim=-1).to(dtype) for _ in range(2))
     v, dy = (torch.randn(N, H, e, device=device).to(dtype) for _ in range(2))
     g, beta, docs = -torch.rand(N, H, device=device), torch.rand(N, H, device=device), ops.make_docs(lengths, device)
     into = [torch.empty_like(t) for t in (q, k, v)]
     passes = {
-        "scan": lambda: ops.scan_fwd(q, k, v, g, beta, docs, own.delta),
-        "scan_backward": lambda: ops.scan_bwd(dy, q, k, v, g, beta, docs, own.delta, None, *into),
+        "scan": lambda: ops.scan_fwd(q, k, v, g, beta, docs, scan.delta),
+        "scan_backward": lambda: ops.scan_bwd(dy, q, k, v, g, beta, docs, scan.delta, None, *into),
     }
     seconds = {name: min(timed(run, device) for _ in range(TURNS)) for name, run in passes.items()}
-    flops = recurrence_flops(own, N)
+    flops = recurrence_flops(scan, N)
     return {"scan": flops / seconds["scan"] / matmul, "scan_backward": 2.5 * flops / seconds["scan_backward"] / matmul}
 
 

@@ -102,11 +102,11 @@ def several_rates(devices: Sequence[torch.device], ram: int) -> dict[str, float]
 
     moved = len(buses) * AHEAD * nbytes
     try:
-        found = {name: moved / min(once(way) for _ in range(3)) for way, name in enumerate(("up_all", "down_all"))}
+        rates = {name: moved / min(once(way) for _ in range(3)) for way, name in enumerate(("up_all", "down_all"))}
     finally:
         for bus in buses:
             bus.memory.close()
-    return found | peer_rates(devices)
+    return rates | peer_rates(devices)
 
 
 def peer_rates(devices: Sequence[torch.device]) -> dict[str, float]:

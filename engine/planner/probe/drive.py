@@ -68,8 +68,8 @@ def drive_rates(folder: Path, seconds: float = 4.0, most: int = 4 << 30, patient
     """
     nbytes = min(most, shutil.disk_usage(folder).free // 8) // (2 * CHUNK) * 2 * CHUNK
     believed, written = not (patient or is_virtual(folder)), 0
-    with Temporary(HIDDEN, folder) as own, ExitStack() as stack:
-        device = open_device(own)  # as the store does
+    with Temporary(HIDDEN, folder) as trial, ExitStack() as stack:
+        device = open_device(trial)  # as the store does
         stack.callback(device.io.close)
         scratch = Scratch([device], max(nbytes, 2 * CHUNK))
 

@@ -26,21 +26,21 @@ def processor_rates(device: torch.device, dtype: str, ram: int = 1 << 40) -> dic
 
     Takes, with a GPU, at most half of `ram` bytes. `dtype`: of weights, BF16 or F32.
     """
-    found = {"copy": copy_rate(device), "task": BOOKS * task_seconds()}
+    rates = {"copy": copy_rate(device), "task": BOOKS * task_seconds()}
     with Workers(update_threads()) as workers:
         if device.type == "cuda":
             n, nbytes = trial_sizes(ram)
-            found |= bus_rates(device, _update(workers, dtype, n, LOTS), n, nbytes)
+            rates |= bus_rates(device, _update(workers, dtype, n, LOTS), n, nbytes)
             narrow = _update(workers, dtype, n, LOTS, bits=8)
-            found["adam8"] = n * max(_calls(narrow) for _ in range(NARROW))
-            found["launch_overhead"] = max(start_seconds(device), launch_seconds(block_seconds(device), found["task"]))
+            rates["adam8"] = n * max(_calls(narrow) for _ in range(NARROW))
+            rates["launch_overhead"] = max(start_seconds(device), launch_seconds(block_seconds(device), rates["task"]))
         else:
             update, n = _update(workers, dtype, 1 << 22), 1 << 22
             adam = n / min(timed(update, device) for _ in range(3))
             narrow = _update(workers, dtype, n, bits=8)
-            found["adam8"] = n / min(timed(narrow, device) for _ in range(3))
-            found |= {"h2d": found["copy"] / 2, "d2h": found["copy"] / 2, "dram": found["copy"], "adam": adam}
-    return found | {"dram": max(found["dram"], ADAM_BYTES * found["adam"])}
+            rates["adam8"] = n / min(timed(narrow, device) for _ in range(3))
+            rates |= {"h2d": rates["copy"] / 2, "d2h": rates["copy"] / 2, "dram": rates["copy"], "adam": adam}
+    return rates | {"dram": max(rates["dram"], ADAM_BYTES * rates["adam"])}
 
 
 def _update(workers: Workers, dtype: str, n: int, lots: int = 1, bits: int = 32) -> Callable[[], object]:
@@ -53,9 +53,9 @@ def _update(workers: Workers, dtype: str, n: int, lots: int = 1, bits: int = 32)
         floors = torch.zeros(2, lots, -(-n // BLOCK), dtype=torch.int16)
         moments = [moments[0], floors[0], moments[1], floors[1]]
     hyper: dict[str, Any] = dict(lr=1e-4, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.0, n_decay=0, step=1)
-    run, more = (workers.adamw8_, {"seed": 0}) if bits == 8 else (workers.adamw_, {})
+    run, options = (workers.adamw8_, {"seed": 0}) if bits == 8 else (workers.adamw_, {})
     lot, clip = cycle(zip(w, lo, *moments, grad, strict=True)), torch.ones(1)
-    return lambda: run(*next(lot), clip, **hyper, **more)
+    return lambda: run(*next(lot), clip, **hyper, **options)
 
 
 def _calls(work: Callable[[], object]) -> float:

@@ -62,12 +62,12 @@ def task_seconds() -> float:
     queues, took = RealQueues(), []
     try:
         for _ in range(TURNS):
-            begun, after = time.process_time(), tuple[Task, ...]()
+            start, after = time.process_time(), tuple[Task, ...]()
             for i in range(STARTS):
                 task = queues.run("compute", "other", "probe", lambda: None, after)
                 after = (task if i % 3 else queues.run("update", "other", "probe", lambda: None, (task,)),)
             queues.drain()
-            took.append((time.process_time() - begun) / (STARTS + len(range(0, STARTS, 3))))
+            took.append((time.process_time() - start) / (STARTS + len(range(0, STARTS, 3))))
     finally:
         queues.close()
     return min(took)
