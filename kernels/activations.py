@@ -205,11 +205,11 @@ def act_bwd_(
         _biased_bwd[grid](dy_, h_, bias, parts, N, f, F, ROWS, COLUMNS, num_warps=4)
         add_rows(dbias_, parts)
         return None
-    given = float(act.limit), f, F, act.gated, act.limit > 0
+    constants = float(act.limit), f, F, act.gated, act.limit > 0
     if weights is None or order is None:
-        _act_bwd[(N * cdiv(F, BLOCK),)](dy_, h_, None, None, None, *given, BLOCK, num_warps=4)
+        _act_bwd[(N * cdiv(F, BLOCK),)](dy_, h_, None, None, None, *constants, BLOCK, num_warps=4)
         return None
     assert weights.dtype == torch.float32
     dweights = torch.empty_like(weights)
-    _act_bwd[(N,)](dy_, h_, weights, order.pair, dweights, *given, min(ROUTED, power2(F)), num_warps=4)
+    _act_bwd[(N,)](dy_, h_, weights, order.pair, dweights, *constants, min(ROUTED, power2(F)), num_warps=4)
     return dweights

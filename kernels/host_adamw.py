@@ -82,12 +82,12 @@ def _compiled(compiler: str, parent: Path) -> Iterator[Path]:
         with contextlib.suppress(OSError), _locked(left):
             if left.lstat().st_uid == os.geteuid():
                 shutil.rmtree(left, ignore_errors=True)
-    with tempfile.TemporaryDirectory(prefix=BUILD, dir=parent, ignore_cleanup_errors=True) as own:  # mode 0700
-        target, lock = Path(own) / "host_adamw.so", contextlib.ExitStack()
-        command, env = [compiler, *FLAGS, str(SOURCE), "-o", str(target)], dict(os.environ, TMPDIR=own)
+    with tempfile.TemporaryDirectory(prefix=BUILD, dir=parent, ignore_cleanup_errors=True) as folder:  # mode 0700
+        target, lock = Path(folder) / "host_adamw.so", contextlib.ExitStack()
+        command, env = [compiler, *FLAGS, str(SOURCE), "-o", str(target)], dict(os.environ, TMPDIR=folder)
         with lock:
             with contextlib.suppress(OSError):  # without locks nobody removes it
-                lock.enter_context(_locked(Path(own)))
+                lock.enter_context(_locked(Path(folder)))
             try:
                 _output([*command, "-march=native"], env)
             except subprocess.CalledProcessError:
@@ -158,8 +158,8 @@ def _why(compiler: str, error: Exception) -> str:
         return f"{compiler} has not ended in {error.timeout:.0f} s. {how}"
     if isinstance(error, subprocess.CalledProcessError):
         lines = error.stderr.decode(errors="replace").split("\n")
-        said = next((line.strip() for line in lines if "error" in line), lines[0].strip())
-        return f"{compiler} fails: {said[:SAID] or f'exit code {error.returncode}'}. {how}"
+        reason = next((line.strip() for line in lines if "error" in line), lines[0].strip())
+        return f"{compiler} fails: {reason[:SAID] or f'exit code {error.returncode}'}. {how}"
     return f"{error}. Set TMPDIR to a folder with space whose files can be executed"
 
 

@@ -33,15 +33,15 @@ def use(settings: Mapping[str, Sequence[int]]) -> None:
 
 def planned(fn: Callable[P, R]) -> Any:
     """functools.cache for results that depend on settings: `use` clears it."""
-    found = cache(fn)
-    _forget.append(found.cache_clear)
-    return found
+    cached = cache(fn)
+    _forget.append(cached.cache_clear)
+    return cached
 
 
 def _set(here: Chip, name: str, of: type[S], interpreted: tuple[int, ...] = ()) -> S:
     """The setting of a launch in use under this name, or the first of tiles.py; where there is no GPU `interpreted`."""
-    found: Any = _settings.get(name) or settings_of(here, name)[0]
-    return of(*(interpreted if here.arch == 0 and interpreted else found))
+    setting: Any = _settings.get(name) or settings_of(here, name)[0]
+    return of(*(interpreted if here.arch == 0 and interpreted else setting))
 
 
 def cdiv(a: int, b: int) -> int:
@@ -189,10 +189,10 @@ def cross_entropy(device: torch.device, V: int) -> Logits:
     if here.arch == 0:
         return Logits(8192, 32, 2) if V > WIDE else Logits(4096, 8, 8)
     name = "cross_entropy wide" if V > WIDE else "cross_entropy"
-    found = _set(here, name, Logits)
-    at_once = min(found.each, here.warps // found.warps)  # of a multiprocessor
+    setting = _set(here, name, Logits)
+    at_once = min(setting.each, here.warps // setting.warps)  # of a multiprocessor
     stays = here.large or V <= WIDE or name in _settings or at_once * here.sms * 2 * V <= here.l2
-    return found if stays else Logits(4096, 8, 8)
+    return setting if stays else Logits(4096, 8, 8)
 
 
 # ---------------------------------------------------------------- experts
@@ -291,5 +291,5 @@ def scan(device: torch.device, D: int, E: int, itemsize: int) -> Scan:
     if itemsize == 4 or here == 0:
         few = min(16, columns)
         return Scan(ROWS_OF_SCANS, width, few, min(32, width), few, 4, "ieee")
-    own = min(64 if max(width, columns) <= 128 else 32, columns)
-    return Scan(ROWS_OF_SCANS, width, own, min(64, width), min(64, columns), 8, "tf32")
+    block = min(64 if max(width, columns) <= 128 else 32, columns)
+    return Scan(ROWS_OF_SCANS, width, block, min(64, width), min(64, columns), 8, "tf32")

@@ -72,9 +72,9 @@ class Kernel:
         form = self.forms.get(key)
         if form is None:
             early = launch.chip(args[0].device).arch >= 90
-            given = {"enable_fp_fusion": True} | options  # Triton's own default depends on version and environment
+            keywords = {"enable_fp_fusion": True} | options  # Triton's own default depends on version and environment
             with COMPILING:
-                compiled = self.fn[grid](*args, **given, launch_pdl=early)  # Triton's own launch
+                compiled = self.fn[grid](*args, **keywords, launch_pdl=early)  # Triton's own launch
             if compiled is not None and self.private:  # kept: else it unloads its function
                 self.forms[key] = compiled.run, compiled.function, compiled.packed_metadata, compiled
             return

@@ -9,8 +9,8 @@ from pathlib import Path
 
 def is_private(path: Path) -> bool:
     """Whether `path` belongs to this user, nobody else may write to it, and it is not a link."""
-    found = path.lstat()
-    return found.st_uid == os.geteuid() and not stat.S_ISLNK(found.st_mode) and not found.st_mode & 0o022
+    status = path.lstat()
+    return status.st_uid == os.geteuid() and not stat.S_ISLNK(status.st_mode) and not status.st_mode & 0o022
 
 
 def cache_folder() -> Path | None:

@@ -290,9 +290,9 @@ def _random(x: Tensor, key: int, first: int) -> Iterator[tuple[slice, Tensor]]:
     """(some rows, their random numbers (rows, D), int64 of 24 bits) of x (N, D), by (key, first + row, feature)."""
     features = _mixed(torch.arange(x.shape[1], device=x.device))
     by_row = _mixed(_mixed(first + torch.arange(len(x), device=x.device)) ^ key)
-    each = max(1, 65536 // x.shape[1])  # rows at once
-    for a in range(0, len(x), each):
-        rows = slice(a, a + each)
+    at_once = max(1, 65536 // x.shape[1])  # rows at once
+    for a in range(0, len(x), at_once):
+        rows = slice(a, a + at_once)
         yield rows, _mixed(by_row[rows, None] ^ features) >> 8
 
 
@@ -333,8 +333,8 @@ def grad_finish(grad: Tensor, out: Tensor | None = None, total: Tensor | None = 
     lanes = upcast(padded[:, 0]).square()
     for row in padded[:, 1:].unbind(1):
         lanes += upcast(row).square()
-    found = _halve(_halve(lanes).double()).float().reshape(1)
-    return found if total is None else total.copy_(found)
+    sums = _halve(_halve(lanes).double()).float().reshape(1)
+    return sums if total is None else total.copy_(sums)
 
 
 def _halve(x: Tensor) -> Tensor:

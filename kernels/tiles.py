@@ -153,9 +153,9 @@ OTHERWISE = {  # chip -> launches whose first setting is another there
 
 def settings(here: Chip, name: str) -> tuple[Setting, ...]:
     """The settings of a launch on a chip, the usual one first."""
-    found = TABLE[name][not here.large]
+    usual = TABLE[name][not here.large]
     first = OTHERWISE.get(here.arch // 10, {}).get(name)
-    return found if first is None else (first, *(other for other in found if other != first))
+    return usual if first is None else (first, *(other for other in usual if other != first))
 
 
 def tried(here: Chip) -> dict[str, tuple[Setting, ...]]:
@@ -166,10 +166,10 @@ def tried(here: Chip) -> dict[str, tuple[Setting, ...]]:
     return {name: settings(here, name) for name in TABLE if name not in missing}
 
 
-def misfit(here: Chip, given: Mapping[str, Sequence[int]]) -> str:
+def misfit(here: Chip, chosen: Mapping[str, Sequence[int]]) -> str:
     """Why these are no settings for a chip, or ""."""
     known = tried(here)
-    for name, setting in given.items():
+    for name, setting in chosen.items():
         if name not in known:
             return f"{name!r} is not a launch of this GPU"
         if tuple(setting) not in known[name]:

@@ -152,12 +152,12 @@ class ModelConfig:
         attending = next((layer for layer in self.layers if layer.attention), None)
         mixed = next((layer for layer in self.layers if layer.experts), None)
         mixed = mixed or next((layer for layer in self.layers if layer.mlps), None)
-        own = self.family.names
-        own = replace(
-            own, mixer=attending.mixer_names if attending else own.mixer, mlp=mixed.mlp_names if mixed else own.mlp,
-            output=OUTPUT if self.scores else own.output,
+        names = self.family.names
+        names = replace(
+            names, mixer=attending.mixer_names if attending else names.mixer,
+            mlp=mixed.mlp_names if mixed else names.mlp, output=OUTPUT if self.scores else names.output,
         )  # fmt: skip
-        return within(own) if self.wrapper else own
+        return within(names) if self.wrapper else names
 
     @property
     def carried(self) -> tuple[str, ...]:
@@ -208,19 +208,19 @@ class ModelConfig:
     @cached_property
     def kinds(self) -> dict[Layer, str]:
         """The distinct forms of units, with names: "block", "attention" or "mlp", with what sets them apart."""
-        found, mixed = dict[Layer, str](), any(layer.experts for layer in self.layers)
+        names, mixed = dict[Layer, str](), any(layer.experts for layer in self.layers)
         for _, unit in self.units:
-            if unit.form in found:
+            if unit.form in names:
                 continue
             scans = "scan " * (unit.attention is None and unit.scan is not None)
             name = scans + "dense " * (mixed and unit.mlp is not None and unit.experts is None) + unit.what
-            number = sum(other.rstrip(" 0123456789") == name for other in found.values())
-            found[unit.form] = f"{name} {number + 1}" if number else name
-        return found
+            number = sum(other.rstrip(" 0123456789") == name for other in names.values())
+            names[unit.form] = f"{name} {number + 1}" if number else name
+        return names
 
     def kind(self, name: str) -> Layer:
         """The form of that name."""
-        return next(form for form, own in self.kinds.items() if own == name)
+        return next(form for form, other in self.kinds.items() if other == name)
 
     @cached_property
     def attentions(self) -> tuple[Attention, ...]:
@@ -248,7 +248,7 @@ class ModelConfig:
     @property
     def rotates(self) -> bool:
         """Whether a layer's positions are rotated."""
-        return any(own.rope for own in self.attentions)
+        return any(spec.rope for spec in self.attentions)
 
 
 def with_experts(cfg: ModelConfig, **changes: Any) -> ModelConfig:
@@ -297,13 +297,13 @@ def numbers(cfg: ModelConfig) -> dict[str, Any]:
     """A config as flat JSON, by which a run compares its model. Layers are distinct records, and the number of each."""
     layers = [replace(layer, mixer_names=MixerNames(), mlp_names=MlpNames()) for layer in cfg.layers]
     distinct = list(dict.fromkeys(layers))
-    said = {key: value for key, value in asdict(replace(cfg, layers=())).items() if key not in NOT_COMPARED}
+    flat = {key: value for key, value in asdict(replace(cfg, layers=())).items() if key not in NOT_COMPARED}
     for i, layer in enumerate(distinct):
-        own = asdict(layer)
-        said |= {f"layers.{i}.{key}": own[key] for key in own if not key.endswith("_names")}
-    said["layers"] = [distinct.index(layer) for layer in layers]
-    found: dict[str, Any] = json.loads(json.dumps(said))
-    return found
+        values = asdict(layer)
+        flat |= {f"layers.{i}.{key}": values[key] for key in values if not key.endswith("_names")}
+    flat["layers"] = [distinct.index(layer) for layer in layers]
+    compared: dict[str, Any] = json.loads(json.dumps(flat))
+    return compared
 
 
 def read_config(folder: str | Path, rope_factor: float | None = None) -> ModelConfig:
@@ -343,13 +343,13 @@ def parse_config(raw: dict[str, Any], where: str = "config.json") -> ModelConfig
         why = why_not(model_type, SUPPORTED)
         raise InputError(f'{where}: model_type "{shown(str(model_type))}" is not supported: {why}')
     if model_type in WRAPPERS:
-        found = _wrapped(raw, where, model_type)
+        cfg = _wrapped(raw, where, model_type)
     else:
         model_type = OTHER_NAMES.get(model_type, model_type)
         listed = FAMILIES[model_type].listed_type if "layer_types" in raw else ""
-        found = _parsed(raw, where, listed or model_type)
-    found, labels = replace(found, score_std=std_of(raw)), labels_of(raw, where)
-    return scored(found, labels, where) if labels else found
+        cfg = _parsed(raw, where, listed or model_type)
+    cfg, labels = replace(cfg, score_std=std_of(raw)), labels_of(raw, where)
+    return scored(cfg, labels, where) if labels else cfg
 
 
 def scored(cfg: ModelConfig, labels: int, where: str) -> ModelConfig:
@@ -423,14 +423,14 @@ def _wrapped(raw: dict[str, Any], where: str, model_type: str) -> ModelConfig:
     if not isinstance(inner, dict):
         raise keys.error(name, "an object")
     where = f"{where}: {name}" if name else where
-    if isinstance(said := inner.get("model_type", wrapper.texts[0]), str):
-        inner = inner | {"model_type": (OTHER_NAMES | wrapper.older).get(said, said)}
+    if isinstance(listed := inner.get("model_type", wrapper.texts[0]), str):
+        inner = inner | {"model_type": (OTHER_NAMES | wrapper.older).get(listed, listed)}
     Keys(inner, where).refuse_unless("model_type", wrapper.texts)
     inner = inner | _tied(keys, Keys(inner, where), wrapper)
     if OF_LOGITS in FAMILIES[inner["model_type"]].caps and not wrapper.caps:
         Keys(inner, where).refuse_unless(OF_LOGITS, (None,))  # transformers' multimodal class has no cap of logits
-    if (said := said_of(raw, keys.where)) is not None:
-        inner["quantization_config"] = said
+    if (listed := said_of(raw, keys.where)) is not None:
+        inner["quantization_config"] = listed
     media = tuple((keys.count(key, default), key) for key, default in wrapper.media.items())
     return replace(_parsed(inner, where, inner["model_type"]), wrapper=model_type, media=media)
 

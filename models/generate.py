@@ -88,9 +88,11 @@ def generate(
             continue  # keys in the cache are rotated by the short factors
         # finished prompts repeat their last token in place: the batch keeps its shape
         ids = [tokens[-1] for tokens in new]
-        for place, each in single.items():
+        for place, last_rows in single.items():
             positions = torch.tensor(now, dtype=torch.int32, device=place) - 1
-            rows[place] = _with_angles(cfg, each._replace(docs=each.docs._replace(positions=positions)), now, longest)
+            rows[place] = _with_angles(
+                cfg, last_rows._replace(docs=last_rows.docs._replace(positions=positions)), now, longest
+            )
 
 
 def _switch(cfg: ModelConfig, longest: int) -> int:
@@ -160,7 +162,7 @@ def _room(cfg: ModelConfig, length: int, max_new: int) -> int:
 def _logits(cfg: ModelConfig, units: Units, ids: Tensor, rows: Mapping[torch.device, Rows], cache: _Cache) -> Tensor:
     """The logits (B, V) fp32 after each document's last token."""
     x, out = (torch.empty((len(ids), cfg.width), dtype=cache.dtype, device=ids.device) for _ in range(2))
-    into = {place: cache.into(each.docs) for place, each in rows.items()}
+    into = {place: cache.into(row.docs) for place, row in rows.items()}
     passed: Passed | None = None
     for u, w in units():
         at = cache.places[u]
@@ -174,8 +176,8 @@ def _logits(cfg: ModelConfig, units: Units, ids: Tensor, rows: Mapping[torch.dev
                 attend = cache.mixer(shapes.layer(cfg, u), into[at])
                 part = w.part
                 if part is not None and passed is None:
-                    found = shapes.passed_shapes(cfg, len(x))
-                    passed = {name: torch.empty(s, dtype=DTYPE[d], device=at) for name, (s, d) in found.items()}
+                    shaped = shapes.passed_shapes(cfg, len(x))
+                    passed = {name: torch.empty(s, dtype=DTYPE[d], device=at) for name, (s, d) in shaped.items()}
                 model.forward(cfg, u, w, x, rows[at], {}, out, attend, passed)
                 x, out = (out, x) if part is None or part.last == part.of else (x, out)
             else:

@@ -197,18 +197,18 @@ def head_gradients(
     x: Tensor,
     loss_rows: Tensor,
     dlogits: Tensor,
-    own: HeadWeights,
+    sums: HeadWeights,
     g: HeadWeights,
 ) -> None:
     """Adds to g, where trained, what a head_loss that was given it would have added.
 
-    It was given dlogits_ and, in place of g, `own` (norm_sums). x (N, D), loss_rows (M,), dlogits (M, V).
+    It was given dlogits_ and, in place of g, `sums` (norm_sums). x (N, D), loss_rows (M,), dlogits (M, V).
     """
     if (g_out := _trained_output(g)) is not None:
         ops.linear_cross_entropy_dweight(
             final_norm(cfg, w, x)[0], loss_rows, dlogits, g_out, rows_of_loss(cfg, len(x), g_out.itemsize)
         )
-    for total, added in ((g.norm.weight, own.norm.weight), (g.norm.bias, own.norm.bias)):
+    for total, added in ((g.norm.weight, sums.norm.weight), (g.norm.bias, sums.norm.bias)):
         if total is not None and added is not None and trained(total):
             total.add_(added)
 
@@ -244,13 +244,13 @@ def _score_loss(
     for rows in loss_rows.split(SCORE_ROWS) if len(loss_rows) else ():
         some, by = x[rows], torch.ones_like(rows, dtype=torch.float32) if factors is None else factors[rows]
         y, stats = norm(some, w.norm, cfg.eps)
-        found = _of_labels(y.float() @ matrix.T, labels[rows])
-        losses[rows] = found.losses
+        scored = _of_labels(y.float() @ matrix.T, labels[rows])
+        losses[rows] = scored.losses
         if correct_ is not None:
-            correct_.add_((found.hits * by).sum(dtype=torch.float64))
+            correct_.add_((scored.hits * by).sum(dtype=torch.float64))
         if dx is not None:
             assert g is not None
-            slopes = found.slopes * (scale * by)[:, None]
+            slopes = scored.slopes * (scale * by)[:, None]
             if d_out is not None:
                 d_out.addmm_(slopes.T, y.float())
             dx[rows] = norm_backward((slopes @ matrix).to(x.dtype), some, w.norm, stats, g.norm)
@@ -268,12 +268,12 @@ def head_top(
     Logits exist for TOP_CHUNK rows at a time.
     """
     y, _ = final_norm(cfg, w, x)
-    found = []
+    chunks = []
     for part in loss_rows.split(TOP_CHUNK):
         logits = ops.soft_cap((y[part] @ w.matrix.T).float(), cfg.logit_cap)
         lse = torch.logsumexp(logits, -1, keepdim=True)
         top, ids = logits[:, :below].topk(k, dim=-1)
         rest = torch.logsumexp(logits.scatter_(1, ids, float("-inf")), -1, keepdim=True) - lse
-        found.append((ids, top - lse, rest[:, 0]))
-    ids, logps, rests = (torch.cat(parts) for parts in zip(*found, strict=True))
+        chunks.append((ids, top - lse, rest[:, 0]))
+    ids, logps, rests = (torch.cat(parts) for parts in zip(*chunks, strict=True))
     return ids, logps, rests

@@ -21,55 +21,55 @@ _IN_ONE = ".experts.gate_up_proj", ".experts.up_proj"  # ends of names of all ex
 WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.", "module.")
 
 
-def as_found(cfg: ModelConfig, found: Mapping[str, Shape]) -> ModelConfig:
-    """`cfg` with experts and convolutions stored as in `found` (name -> shape): files have them in several ways."""
+def as_found(cfg: ModelConfig, stored: Mapping[str, Shape]) -> ModelConfig:
+    """`cfg` with experts and convolutions stored as in `stored` (name -> shape): files have them in several ways."""
     if cfg.scan and cfg.names.mixer.convs:
-        parts = _convs(cfg, found)
+        parts = _convs(cfg, stored)
         split = lambda m: replace(m, parts=parts) if isinstance(m, Scan) else m
-        cfg = replace(cfg, layers=tuple(replace(own, mixers=tuple(map(split, own.mixers))) for own in cfg.layers))
+        cfg = replace(cfg, layers=tuple(replace(layer, mixers=tuple(map(split, layer.mixers))) for layer in cfg.layers))
     one = cfg.family.names.mixer.mixed_in_one
-    if one and any(name.endswith(f".{one}.weight") for name in found):
-        fused = lambda own: replace(own, mixer_names=replace(own.mixer_names, mixed=(one,)))
+    if one and any(name.endswith(f".{one}.weight") for name in stored):
+        fused = lambda layer: replace(layer, mixer_names=replace(layer.mixer_names, mixed=(one,)))
         cfg = replace(cfg, layers=tuple(map(fused, cfg.layers)))
     spec, names = cfg.experts, cfg.names.mlp
     if spec is None:
         return cfg
-    single = any(f".{names.experts}.0." in name for name in found)  # also where an MTP layer has them in one
+    single = any(f".{names.experts}.0." in name for name in stored)  # also where an MTP layer has them in one
     if single and names.stacked:
         return renamed(cfg, one_by_one)
-    if not single and (names.single or names.stacked) and any(name.endswith(_IN_ONE) for name in found):
+    if not single and (names.single or names.stacked) and any(name.endswith(_IN_ONE) for name in stored):
         return renamed(cfg, in_one)
     if not names.either:
         return cfg
     out_in = {"gate_up_proj": (spec.count, 2 * spec.width, cfg.width), "down_proj": (spec.count, cfg.width, spec.width)}
-    seen = {name.rpartition(".")[2]: tuple(shape) for name, shape in found.items() if f".{names.experts}." in name}
+    seen = {name.rpartition(".")[2]: tuple(shape) for name, shape in stored.items() if f".{names.experts}." in name}
     square = {name for name, (_, rows, columns) in out_in.items() if rows == columns}
     if all(seen.get(name) == shape for name, shape in out_in.items() if name not in square):
         return renamed(cfg, in_one)
     return cfg
 
 
-def _convs(cfg: ModelConfig, found: Mapping[str, Shape]) -> tuple[int, ...]:
+def _convs(cfg: ModelConfig, stored_shapes: Mapping[str, Shape]) -> tuple[int, ...]:
     """Channels of the parts of a convolution that is stored in parts; () if it is stored as one.
 
     transformers writes parts of about equal size, whatever channels they hold.
     """
     i, layer = next((i, layer) for i, layer in enumerate(cfg.layers) if layer.scan)
-    own, names, prefix = layer.scan, layer.mixer_names, cfg.names.prefix(i)
-    assert own is not None
+    scan, names, prefix = layer.scan, layer.mixer_names, cfg.names.prefix(i)
+    assert scan is not None
     short = prefix.removeprefix(cfg.names.base)
-    shape = lambda name: found.get(f"{prefix}{name}.weight") or found.get(f"{short}{name}.weight")
+    shape = lambda name: stored_shapes.get(f"{prefix}{name}.weight") or stored_shapes.get(f"{short}{name}.weight")
     if shape(names.conv):
         return ()
     stored = [shape(part) for part in names.convs]
     rows = tuple(shape[0] for shape in stored if shape)
-    return rows if len(rows) == len(own.parts) and sum(rows) == own.channels else own.parts
+    return rows if len(rows) == len(scan.parts) and sum(rows) == scan.channels else scan.parts
 
 
 def canonical_names(
-    cfg: ModelConfig, found: Mapping[str, Shape], named: Callable[[str], str] = str
+    cfg: ModelConfig, stored: Mapping[str, Shape], named: Callable[[str], str] = str
 ) -> dict[str, str | None]:
-    """Names in `found` (name -> shape) -> canonical names; None for a buffer and for tensors that are only copied.
+    """Names in `stored` (name -> shape) -> canonical names; None for a buffer and for tensors that are only copied.
 
     The base prefix may be missing; a tied matrix may have either name or both. A score head may be missing: a new one
     is made then; an output matrix in addition to a score head is not used. `named(name)` is how messages call a tensor,
@@ -77,58 +77,58 @@ def canonical_names(
     """
     experts = cfg.experts.count if cfg.experts and cfg.names.mlp.single else 1
     mixed = sum(layer.experts is not None for layer in cfg.layers)
-    if mixed * experts + cfg.n_layers - mixed > len(found):  # before work that grows with layers
-        each = f" of {experts:,} experts" if cfg.experts else ""
+    if mixed * experts + cfg.n_layers - mixed > len(stored):  # before work that grows with layers
+        of_experts = f" of {experts:,} experts" if cfg.experts else ""
         raise InputError(
-            f"{named('the checkpoint')} has {len(found)} tensors, config.json calls for {cfg.n_layers:,} layers{each}. "
+            f"{named('the checkpoint')} has {len(stored)} tensors, config.json calls for {cfg.n_layers:,} layers{of_experts}. "
             "The weights and config.json are not of the same model, or it was not downloaded to the end."
         )
     wanted = stored_tensors(cfg)
-    names = {name: _canonical(cfg, name, wanted, named) for name in found}
+    names = {name: _canonical(cfg, name, wanted, named) for name in stored}
     for name, target in names.items():
-        if target is not None and tuple(found[name]) != wanted[target]:
+        if target is not None and tuple(stored[name]) != wanted[target]:
             raise InputError(
-                f"{named(name)} has shape {list(found[name])}, config.json says {list(wanted[target])}. "
+                f"{named(name)} has shape {list(stored[name])}, config.json says {list(wanted[target])}. "
                 "The weights and config.json are not of the same model."
             )
     present = set(names.values())
     missing = [name for name in wanted if name not in present and not (cfg.scores and name == output_name(cfg))]
     if missing:
-        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        lacks = f"{named('the checkpoint')} lacks {missing[0]}{more}"
+        others = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        lacks = f"{named('the checkpoint')} lacks {missing[0]}{others}"
         raise InputError(f"{lacks}, which config.json calls for. Download it again.")
     return names
 
 
-def sources(cfg: ModelConfig, found: Mapping[str, Shape], named: Callable[[str], str] = str) -> dict[str, str]:
-    """Canonical name -> name in `found` to read, of tensors, and of the parts of packed matrices.
+def sources(cfg: ModelConfig, stored: Mapping[str, Shape], named: Callable[[str], str] = str) -> dict[str, str]:
+    """Canonical name -> name in `stored` to read, of tensors, and of the parts of packed matrices.
 
     `named` and errors as in canonical_names.
     """
-    names = canonical_names(cfg, found, named)
+    names = canonical_names(cfg, stored, named)
     chosen: dict[str, str] = {}
     for name, target in names.items():
         if target is not None and (target not in chosen or not name.endswith(OUTPUTS)):
             chosen[target] = name
     for u in range(cfg.n_units):
-        for found_part in packed_parts(cfg, u).values():
-            suffix = found_part.part.suffix
-            names_of_parts = (name for name, _ in found_part.stored)
+        for packed in packed_parts(cfg, u).values():
+            suffix = packed.part.suffix
+            names_of_parts = (name for name, _ in packed.stored)
             chosen |= {name: chosen[name.removesuffix(suffix)] + suffix for name in names_of_parts}
     return chosen
 
 
-def carried(cfg: ModelConfig, found: Iterable[str]) -> list[str]:
-    """Those of the names `found` whose tensors the language model does not use: they are copied as they are."""
-    return [name for name in found if any(cfg.carries(full) for full in _in_full(cfg, name))]
+def carried(cfg: ModelConfig, stored: Iterable[str]) -> list[str]:
+    """Those of the names `stored` whose tensors the language model does not use: they are copied as they are."""
+    return [name for name in stored if any(cfg.carries(full) for full in _in_full(cfg, name))]
 
 
-def spare(cfg: ModelConfig, found: Iterable[str]) -> list[str]:
-    """Names in `found` of biases that the model does not have: AutoGPTQ writes them, as zeros, for packed matrices."""
+def spare(cfg: ModelConfig, stored: Iterable[str]) -> list[str]:
+    """Names in `stored` of biases that the model does not have: AutoGPTQ writes them, as zeros, for packed matrices."""
     if cfg.packing is None or not cfg.packing.of_module:
         return []
     wanted = stored_tensors(cfg)
-    biases = {name: list(_in_full(cfg, name)) for name in found if name.endswith(".bias")}
+    biases = {name: list(_in_full(cfg, name)) for name in stored if name.endswith(".bias")}
     unknown = (name for name, fulls in biases.items() if not any(full in wanted for full in fulls))
     return [name for name in unknown if any(_is_spare(cfg, full, wanted) for full in biases[name])]
 

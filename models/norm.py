@@ -89,8 +89,8 @@ def norm_backward(
     dx = torch.empty_like(x) if out is None else out
     dweight, dbias = if_trained(g.weight), None if g.bias is None else if_trained(g.bias)
     rows = None if dresidual is None else dresidual[:, None]
-    given = dweight, dbias, None, None, rows
-    ops.norm_bwd(dy[:, None], x[:, None], w.weight, stats, w.kind, dx[:, None], *given)
+    into = dweight, dbias, None, None, rows
+    ops.norm_bwd(dy[:, None], x[:, None], w.weight, stats, w.kind, dx[:, None], *into)
     return dx
 
 

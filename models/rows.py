@@ -67,8 +67,8 @@ class Load(NamedTuple):
 
     def pool_(self, every: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Replaces counts and scores by their sums over all GPUs or hosts, given `in_ram` of each."""
-        for own, of_all in zip((self.counts, self.scores), zip(*every, strict=True), strict=True):
-            own.copy_(torch.stack(of_all).sum(0))
+        for total, of_all in zip((self.counts, self.scores), zip(*every, strict=True), strict=True):
+            total.copy_(torch.stack(of_all).sum(0))
 
     def balance(self) -> Tensor | None:
         """The gradient (E,) fp32 of the loss by a token's softmax; valid after forward has ended on all GPUs, hosts."""
@@ -116,9 +116,9 @@ class Rows(NamedTuple):
     dropout: Dropout | None = None  # likewise, of adapters
     angles: Tensor | None = None  # (N,) int32 rows of the tables; None: positions in the documents
 
-    def rotation(self, own: Attention) -> Rotation | None:
+    def rotation(self, spec: Attention) -> Rotation | None:
         """The tables of a mixer's queries and keys; None without rope."""
-        return None if own.rope is None else self.tables[own.rope]
+        return None if spec.rope is None else self.tables[spec.rope]
 
     def in_layer(self, layer: int) -> Rows:
         """These rows with dropout masks of this layer's own."""
@@ -151,13 +151,13 @@ def make_rows(lengths: Sequence[int], tables: Tables, device: torch.device | str
 
 def rope_tables(cfg: ModelConfig, length: int, device: torch.device | str) -> Tables:
     """Tables for positions below `length`, made once for a run, since longrope chooses frequencies by length."""
-    return {own.rope: _rotation(own.rope, own.latent, length, device) for own in cfg.attentions if own.rope}
+    return {spec.rope: _rotation(spec.rope, spec.latent, length, device) for spec in cfg.attentions if spec.rope}
 
 
 def _rotation(rope: Rope, latent: Latent | None, length: int, device: torch.device | str) -> Rotation:
     def table(by: Tensor | float = 1.0) -> Table:
-        found = ops.rope_table(_inv_freq(rope, rope.width, length), length, rope.attention_factor)
-        cos, sin = ((t * by).to(device) for t in found)
+        pair = ops.rope_table(_inv_freq(rope, rope.width, length), length, rope.attention_factor)
+        cos, sin = ((t * by).to(device) for t in pair)
         return Table(cos, sin, rope.pairs)
 
     key = table()
@@ -209,13 +209,13 @@ def _yarn(freq: Tensor, rope: Rope) -> Tensor:
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, width - 1)
     high = high + 0.001 if low == high else high
-    kept = 1 - ((torch.arange(len(freq), dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
-    return 1.0 / (rope.factor * freq) * (1 - kept) + 1.0 / freq * kept
+    share = 1 - ((torch.arange(len(freq), dtype=torch.float32) - low) / (high - low)).clamp(0, 1)
+    return 1.0 / (rope.factor * freq) * (1 - share) + 1.0 / freq * share
 
 
 def _llama3(inv_freq: Tensor, rope: Rope) -> Tensor:
     """Llama 3.1: long wavelengths are stretched by `factor`, short ones are kept, those between are blended."""
     turns = rope.original_positions * inv_freq / (2 * math.pi)  # in the original context
-    kept = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
-    kept = kept.clamp(0, 1)
-    return kept * inv_freq + (1 - kept) * inv_freq / rope.factor
+    share = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+    share = share.clamp(0, 1)
+    return share * inv_freq + (1 - share) * inv_freq / rope.factor

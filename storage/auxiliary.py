@@ -35,13 +35,13 @@ def auxiliary_files(
     """
     files: dict[str, CONTENT] = {name: folder / name for name in auxiliary(folder)}
     if tokenizer:
-        found = [name for name in auxiliary(tokenizer) if _is_tokenizers(name)]
-        if "tokenizer.json" not in found:
+        names = [name for name in auxiliary(tokenizer) if _is_tokenizers(name)]
+        if "tokenizer.json" not in names:
             raise CheckpointError(
                 f"{tokenizer / 'tokenizer.json'} is not a file of its folder. Put the file itself there."
             )
         files = {name: path for name, path in files.items() if not _is_tokenizers(name)}
-        files |= {name: tokenizer / name for name in found}
+        files |= {name: tokenizer / name for name in names}
         for name in ENDS if end is not None else ():
             if name in files:
                 files[name] = _with(folder / name, eos_token_id=end)
@@ -71,10 +71,10 @@ def _is_template(name: str) -> bool:
 def _with(path: Path, **fields: object) -> bytes:
     """A JSON file with some fields replaced."""
     try:
-        found = parse_json(read_small(path, links=True), "file")
+        content = parse_json(read_small(path, links=True), "file")
     except ValueError as error:
         raise CheckpointError(f"{path}: {error}.") from None
-    return json.dumps(found | fields, indent=2, ensure_ascii=False).encode()
+    return json.dumps(content | fields, indent=2, ensure_ascii=False).encode()
 
 
 def left_behind(folder: Path) -> str:
@@ -84,8 +84,8 @@ def left_behind(folder: Path) -> str:
         if name == "config.json":
             raise CheckpointError(f"{folder / name} {why}. Put the file itself there.")
     names = ", ".join(f"{name} {why}" for name, why in left[:NAMED])
-    more = f", and {len(left) - NAMED} more" if len(left) > NAMED else ""
-    return f"{folder}: not copied with the weights: {names}{more}" if left else ""
+    others = f", and {len(left) - NAMED} more" if len(left) > NAMED else ""
+    return f"{folder}: not copied with the weights: {names}{others}" if left else ""
 
 
 def is_auxiliary(name: str) -> bool:

@@ -130,10 +130,10 @@ class Source:
     @cached_property
     def names_in(self) -> dict[str, list[str]]:
         """The names of each file's tensors."""
-        found: dict[str, list[str]] = {file: [] for file in self.files}
+        names: dict[str, list[str]] = {file: [] for file in self.files}
         for name, t in self.tensors.items():
-            found.setdefault(t.file, []).append(name)
-        return found
+            names.setdefault(t.file, []).append(name)
+        return names
 
     def rewritten(self, file: str, fetch: Callable[[str], Iterable[np.ndarray] | None]) -> Iterator[np.ndarray]:
         """Yields a weight file's bytes with new values; the header stays. `fetch`: as of `export`."""

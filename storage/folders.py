@@ -91,15 +91,15 @@ def in_order(folders: Sequence[Path], run: str = "") -> list[int]:
 
     Raises StoreError if one is missing or belongs to another store, NoSnapshot if none has a snapshot.
     """
-    found = [replace(read_identity(folder), made=()) for folder in folders]
-    if any(known.run != run for known in found):
+    identities = [replace(read_identity(folder), made=()) for folder in folders]
+    if any(known.run != run for known in identities):
         raise StoreError(errno.EINVAL, "is the store of another run", str(folders[0]))
-    order = sorted(range(len(folders)), key=lambda i: found[i].device)
-    expected = [replace(found[0], device=k, devices=len(folders)) for k in range(len(folders))]
-    if [found[i] for i in order] != expected:
+    order = sorted(range(len(folders)), key=lambda i: identities[i].device)
+    expected = [replace(identities[0], device=k, devices=len(folders)) for k in range(len(folders))]
+    if [identities[i] for i in order] != expected:
         if not any(map(snapshots.folders, folders)):  # killed while being replaced
             raise NoSnapshot(errno.ENOENT, "holds no snapshot", str(folders[0]))
-        message = f"belongs to a store of {found[0].devices} folders; give all of them and no others"
+        message = f"belongs to a store of {identities[0].devices} folders; give all of them and no others"
         raise StoreError(errno.EINVAL, message, str(folders[0]))
     return order
 
@@ -150,9 +150,9 @@ def remove(paths: Sequence[Path], progress: Callable[[int], object] = lambda _: 
         _mark_finished(path)
     made = set[Path]()
     for path in paths:
-        own = _erase(path, progress)
+        made_by = _erase(path, progress)
         let_go(path)
-        made |= {folder for folder in (path.absolute(), *path.absolute().parents) if str(folder) in own}
+        made |= {folder for folder in (path.absolute(), *path.absolute().parents) if str(folder) in made_by}
     remove_folders(sorted(made, key=lambda folder: len(folder.parts), reverse=True))
 
 
@@ -163,8 +163,8 @@ def is_finished(path: Path, run: str) -> bool:
 
 def remove_finished(paths: Sequence[Path], run: str = "") -> None:
     """Completes the removal of a run's store. Raises StoreError if it is in use."""
-    own = [path for path in paths if is_finished(path, run) or not (path / FINISHED).exists()]
-    discard([*_finished(own), *(path for path in own if (path / LOCK).exists() and not _holds_store(path))])
+    parts = [path for path in paths if is_finished(path, run) or not (path / FINISHED).exists()]
+    discard([*_finished(parts), *(path for path in parts if (path / LOCK).exists() and not _holds_store(path))])
 
 
 def discard(paths: Sequence[Path], progress: Callable[[int], object] = lambda _: None) -> None:
@@ -195,8 +195,8 @@ def _finished(paths: Sequence[Path]) -> list[Path]:
     """The folders of stores of which one is marked finished."""
     over = [path for path in paths if (path / FINISHED).exists()]
     names = {known.store for path in over if (known := _read(path, FINISHED))}
-    begun = [path for path in paths if (known := _read(path, IDENTITY)) and known.store in names]
-    return [*over, *(path for path in begun if path not in over)]
+    rest = [path for path in paths if (known := _read(path, IDENTITY)) and known.store in names]
+    return [*over, *(path for path in rest if path not in over)]
 
 
 def _mark_finished(path: Path) -> None:

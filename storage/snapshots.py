@@ -77,10 +77,10 @@ class Snapshot:
 
     def links(self) -> list[tuple[int, str, int]]:
         """(device, name in the snapshot's folder, id of the store's file) of all files."""
-        found: list[tuple[int, str, int]] = []
+        files: list[tuple[int, str, int]] = []
         for name, record in self.shards.items():
-            found += ((device, file_name(name, k), id) for k, (device, id) in enumerate(record.keys))
-        return found
+            files += ((device, file_name(name, k), id) for k, (device, id) in enumerate(record.keys))
+        return files
 
     def index(self, prefix: str = "") -> bytes:
         """The Hugging Face index of the weights; `prefix` is put before file names."""
@@ -175,8 +175,8 @@ def _auxiliary(folder: Path) -> list[str]:
 
 def folders(device: Path) -> list[str]:
     """Names of the snapshots on a device, oldest first."""
-    found = [p.name for p in device.iterdir() if NAME.fullmatch(p.name) and p.is_dir()]
-    return sorted(found, key=lambda name: int(name.split("-")[1]))
+    names = [p.name for p in device.iterdir() if NAME.fullmatch(p.name) and p.is_dir()]
+    return sorted(names, key=lambda name: int(name.split("-")[1]))
 
 
 def leftovers(device: Path) -> list[Path]:

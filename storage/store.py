@@ -111,10 +111,10 @@ class Store(Shards):
         return store
 
     def _copy_auxiliary(self, auxiliary: Mapping[str, CONTENT]) -> None:
-        for name, given in auxiliary.items():
+        for name, source in auxiliary.items():
             target = self.paths[0] / name
             target.parent.mkdir(exist_ok=True)
-            content = content_of(given)
+            content = content_of(source)
             write_synced(target, [content])
             self._auxiliary[name] = checksum([content])
 
@@ -255,10 +255,10 @@ def _devices(dirs: Sequence[AnyPath | Device], stack: ExitStack, speeds: Sequenc
     return opened
 
 
-def _auxiliary(given: AnyPath | Mapping[str, CONTENT] | None) -> dict[str, CONTENT]:
+def _auxiliary(source: AnyPath | Mapping[str, CONTENT] | None) -> dict[str, CONTENT]:
     """The files that can be stored with snapshots."""
-    found = given if isinstance(given, Mapping) else auxiliary_files(Path(given)) if given else {}
-    return {name: auxiliary for name, auxiliary in found.items() if snapshots.may_be_auxiliary(name)}
+    files = source if isinstance(source, Mapping) else auxiliary_files(Path(source)) if source else {}
+    return {name: auxiliary for name, auxiliary in files.items() if snapshots.may_be_auxiliary(name)}
 
 
 def _sync(version: Version, nbytes: int) -> None:

@@ -66,8 +66,8 @@ def _make(prefix: str, parent: Path) -> tuple[Path, int]:
 def _sweep(left: Path) -> None:
     """Removes a folder of this user if its lock is free."""
     with suppress(OSError):
-        found = left.lstat()
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
+        status = left.lstat()
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
             return
         fd = os.open(left / LOCK, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:

@@ -190,13 +190,13 @@ def checksum(buffers: Iterable[Buffer]) -> str:
     return sums.hexdigest()
 
 
-def summed(buffers: Iterable[Any], found: Callable[[str], None]) -> Iterator[Any]:
+def summed(buffers: Iterable[Any], take: Callable[[str], None]) -> Iterator[Any]:
     """The same buffers; after the last one calls found(checksum)."""
     sums = xxhash.xxh3_64()
     for buffer in buffers:
         sums.update(buffer)
         yield buffer
-    found(sums.hexdigest())
+    take(sums.hexdigest())
 
 
 def seal(version: int, fields: dict[str, Any]) -> bytes:
@@ -207,9 +207,9 @@ def seal(version: int, fields: dict[str, Any]) -> bytes:
 
 def unseal(text: bytes, version: int, what: str) -> dict[str, Any]:
     """The fields of a sealed text. Raises ValueError if it was changed, StoreError if it has another version."""
-    found = re.match(rb'\{"format": (\d{1,9})[,}]', text)
-    if found and int(found[1]) != version:
-        message = f"is of format {int(found[1])}, this version reads {version}. Use the version that wrote it"
+    match = re.match(rb'\{"format": (\d{1,9})[,}]', text)
+    if match and int(match[1]) != version:
+        message = f"is of format {int(match[1])}, this version reads {version}. Use the version that wrote it"
         raise StoreError(errno.EINVAL, message)
     sealed = SEAL.match(text)
     if not sealed or checksum([text[sealed.end() :]]) != sealed[2].decode():

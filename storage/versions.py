@@ -125,5 +125,5 @@ class Versions:
 
 def version_files(folder: Path) -> list[Path]:
     """The files of a store in a device's folder."""
-    found = (folder / FOLDER).glob("*.safetensors")
-    return sorted(p for p in found if re.fullmatch(r"\d{6,}", p.stem) and p.is_file())
+    paths = (folder / FOLDER).glob("*.safetensors")
+    return sorted(p for p in paths if re.fullmatch(r"\d{6,}", p.stem) and p.is_file())

@@ -50,8 +50,8 @@ def place_docs(laid: Laid, device: torch.device | str) -> Docs:
     """On the device, copied at once."""
     sent = laid.content.to(device, non_blocking=True)
     numels = [math.prod(shape) for shape in laid.shapes]
-    found = zip(sent.split([n + -n % 4 for n in numels]), numels, laid.shapes, strict=True)
-    flat = [part[:n].view(shape) for part, n, shape in found]
+    parts = zip(sent.split([n + -n % 4 for n in numels]), numels, laid.shapes, strict=True)
+    flat = [part[:n].view(shape) for part, n, shape in parts]
     query_tiles, key_tiles = dict(zip(TILES, flat[2::2], strict=True)), dict(zip(TILES, flat[3::2], strict=True))
     return Docs(laid.lengths, flat[0], flat[1], query_tiles, key_tiles)
 

@@ -94,8 +94,8 @@ def _of_best_groups(key: Tensor, rule: Rule) -> Tensor:
     """key (N, E), -inf outside the groups that are kept."""
     grouped = key.unflatten(-1, (rule.groups, -1))
     best = grouped.topk(2).values.sum(-1) if rule.two else grouped.amax(-1)
-    kept = torch.sort(best, dim=-1, descending=True, stable=True).indices[:, : rule.kept]
-    return grouped.masked_fill(~_chosen(kept, best)[..., None], float("-inf")).flatten(1)
+    groups = torch.sort(best, dim=-1, descending=True, stable=True).indices[:, : rule.kept]
+    return grouped.masked_fill(~_chosen(groups, best)[..., None], float("-inf")).flatten(1)
 
 
 def _chosen(experts: Tensor, x: Tensor) -> Tensor:

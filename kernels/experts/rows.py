@@ -72,6 +72,6 @@ def combine(
     assert all(t.is_contiguous() for t in (rows, out))
     assert carry is None or (carry.shape == out.shape and carry.dtype == torch.float32 and carry.is_contiguous())
     block, experts = min(BLOCK, power2(D)), 0 if among is None else len(among) - 1
-    given = rows, order.row, weights, residual, out, carry, among
-    _combine[(P // k * cdiv(D, block),)](*given, experts, D, k, block, num_warps=4)
+    inputs = rows, order.row, weights, residual, out, carry, among
+    _combine[(P // k * cdiv(D, block),)](*inputs, experts, D, k, block, num_warps=4)
     return out

@@ -62,10 +62,10 @@ class _Form(NamedTuple):
 def library() -> ctypes.CDLL:
     """cuBLASLt as torch is linked to it, found by its name among the loaded libraries."""
     assert torch.version.cuda is not None
-    found = ctypes.CDLL(f"libcublasLt.so.{torch.version.cuda.partition('.')[0]}")
+    loaded = ctypes.CDLL(f"libcublasLt.so.{torch.version.cuda.partition('.')[0]}")
     for name, types in SIGNATURES.items():
-        getattr(found, name).argtypes = types
-    return found
+        getattr(loaded, name).argtypes = types
+    return loaded
 
 
 def _call(name: str, *args) -> None:
@@ -75,26 +75,26 @@ def _call(name: str, *args) -> None:
 
 def _descriptor(scale_a: Tensor, scale_b: Tensor) -> c_void_p:
     """The description of a matmul with these scales, which the caller destroys."""
-    found = c_void_p()
-    _call("cublasLtMatmulDescCreate", byref(found), FP32_SUMS, TYPES[torch.float32])
+    handle = c_void_p()
+    _call("cublasLtMatmulDescCreate", byref(handle), FP32_SUMS, TYPES[torch.float32])
     scales = c_void_p(scale_a.data_ptr()), c_void_p(scale_b.data_ptr())
     for attribute, value in zip((TRANSPOSE_A, SCALE_A, SCALE_B), (c_int32(1), *scales), strict=True):
-        _call("cublasLtMatmulDescSetAttribute", found, attribute, byref(value), ctypes.sizeof(value))
-    return found
+        _call("cublasLtMatmulDescSetAttribute", handle, attribute, byref(value), ctypes.sizeof(value))
+    return handle
 
 
 def _layout(dtype: torch.dtype, rows: int, columns: int) -> c_void_p:
     """The layout of a column-major matrix (rows, columns) without gaps."""
-    found = c_void_p()
-    _call("cublasLtMatrixLayoutCreate", byref(found), TYPES[dtype], rows, columns, rows)
-    return found
+    handle = c_void_p()
+    _call("cublasLtMatrixLayoutCreate", byref(handle), TYPES[dtype], rows, columns, rows)
+    return handle
 
 
 @cache
 def _form(device: torch.device, M: int, N: int, K: int, dtype: torch.dtype, alignment: int) -> _Form:
     """For matrices whose addresses are multiples of `alignment`. Raises RuntimeError where cuBLASLt has no kernel."""
     a, b, out = _layout(E4M3, K, N), _layout(E4M3, K, M), _layout(dtype, N, M)
-    asked, choice, found = c_void_p(), _Choice(), c_int()
+    asked, choice, count = c_void_p(), _Choice(), c_int()
     _call("cublasLtMatmulPreferenceCreate", byref(asked))
     most = c_uint64(min(WORKSPACE, M * N * dtype.itemsize))
     _call("cublasLtMatmulPreferenceSetAttribute", asked, MOST_BYTES, byref(most), 8)
@@ -103,10 +103,10 @@ def _form(device: torch.device, M: int, N: int, K: int, dtype: torch.dtype, alig
     scale = torch.ones(1, device=device)
     operation, handle = _descriptor(scale, scale), torch.cuda.current_blas_handle()
     layouts = a, b, out, out
-    _call("cublasLtMatmulAlgoGetHeuristic", handle, operation, *layouts, asked, 1, byref(choice), byref(found))
+    _call("cublasLtMatmulAlgoGetHeuristic", handle, operation, *layouts, asked, 1, byref(choice), byref(count))
     _call("cublasLtMatmulDescDestroy", operation)
     _call("cublasLtMatmulPreferenceDestroy", asked)
-    if found.value == 0 or choice.status:
+    if count.value == 0 or choice.status:
         raise RuntimeError(f"fp8: cuBLASLt has no kernel that adds ({M}, {K}) times ({K}, {N}) to {dtype}")
     return _Form(a, b, out, choice)
 

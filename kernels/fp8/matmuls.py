@@ -26,5 +26,5 @@ def fp8_matmul(
 
 def fp8_add_(out_: Tensor, a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor) -> None:
     """As reference.fp8_add_, all contiguous. K and N are multiples of 16."""
-    own = block_scaled if chip(out_.device).arch // 10 == 12 else cublaslt
-    own.fp8_add_(out_, a, scale_a, b, scale_b)
+    backend = block_scaled if chip(out_.device).arch // 10 == 12 else cublaslt
+    backend.fp8_add_(out_, a, scale_a, b, scale_b)

@@ -46,10 +46,10 @@ def quantize(
         raise_maximum_(most := new_maxima(x), x)
     power = power_of(most.amax().view(1).view(torch.float32))
     codes = codes_of(values, power)
-    found = Quantized(power2(-power), codes if rows else None, _turned(codes) if columns else None)
+    result = Quantized(power2(-power), codes if rows else None, _turned(codes) if columns else None)
     if out is None:
-        return found
-    for there, value in zip(out, found, strict=True):
+        return result
+    for there, value in zip(out, result, strict=True):
         if there is not None and value is not None:
             there.view(torch.uint8).copy_(value.view(torch.uint8))
     return out
@@ -106,8 +106,8 @@ def fp8_matmul(
     All but bias are aligned to 16 bytes, as cuBLASLt requires.
     """
     assert all(t.data_ptr() % 16 == 0 for t in (a, scale_a, b, scale_b, out))
-    found = torch.mm(a.float(), b.float().T).mul_(scale_a * scale_b)
-    return out.copy_(found if bias is None else found.add_(bias.float()))
+    product = torch.mm(a.float(), b.float().T).mul_(scale_a * scale_b)
+    return out.copy_(product if bias is None else product.add_(bias.float()))
 
 
 def fp8_add_(out_: Tensor, a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor) -> None:

@@ -90,11 +90,11 @@ def scan_bwd(
     dg, dbeta = torch.empty_like(g), torch.empty_like(beta)
     for rows in _documents(docs):
         made = _local(q[rows], k[rows], v[rows], g[rows], beta[rows], delta)
-        found = _backward(made, _chunks(dout[rows], v.shape[1]))
-        d_q, d_k, own, d_g, d_beta = (_rows(t, rows) for t in found)
-        for t, each in ((dq, d_q), (dk, d_k)):
-            t[rows] = each.unflatten(1, (t.shape[1], -1)).sum(2).to(t.dtype)
-        dv[rows] = (own if skip is None else own + upcast(skip)[:, None] * upcast(dout[rows])).to(dv.dtype)
+        gradients = _backward(made, _chunks(dout[rows], v.shape[1]))
+        d_q, d_k, d_v, d_g, d_beta = (_rows(t, rows) for t in gradients)
+        for t, gradient in ((dq, d_q), (dk, d_k)):
+            t[rows] = gradient.unflatten(1, (t.shape[1], -1)).sum(2).to(t.dtype)
+        dv[rows] = (d_v if skip is None else d_v + upcast(skip)[:, None] * upcast(dout[rows])).to(dv.dtype)
         dg[rows], dbeta[rows] = d_g[..., 0], d_beta[..., 0]
     return dg, dbeta, None if skip is None else (upcast(dout) * upcast(v)).sum((0, 2))
 
@@ -171,10 +171,10 @@ def _backward(made: _Local, dO: Tensor) -> tuple[Tensor, ...]:
     if A is not None:
         dA, dY = -(dX @ D.mT).tril(-1), -dX @ S.mT
         R = dA * beta * gamma
-        own = (before * dY * k).sum(-1, keepdim=True)
+        diagonal = (before * dY * k).sum(-1, keepdim=True)
         dk = dk + R @ k + R.mT @ k + beta * before * dY
-        dbeta = dbeta + (dA * (k @ k.mT) * gamma).sum(-1, keepdim=True) + own
-        dG = dG + beta * own
+        dbeta = dbeta + (dA * (k @ k.mT) * gamma).sum(-1, keepdim=True) + diagonal
+        dG = dG + beta * diagonal
         turns = turns + dA * A
     dG = dG + turns.sum(-1, keepdim=True) - turns.sum(-2, keepdim=True).mT
     dG[:, :, -1:] += leaving.sum(2, keepdim=True) + last.exp() * (S * dSn).sum((-1, -2), keepdim=True)
@@ -248,20 +248,20 @@ def conv_bwd(
 
 
 def _conv(x: Tensor, weight: Tensor, bias: Tensor | None, docs: Docs) -> Tensor:
-    xf, found = upcast(x), 0.0 if bias is None else upcast(bias)
+    xf, added = upcast(x), 0.0 if bias is None else upcast(bias)
     for lag in reversed(range(weight.shape[1])):
-        found = found + _shifted(xf, lag) * (docs.positions >= lag)[:, None] * upcast(weight)[:, -1 - lag]
-    assert isinstance(found, Tensor)
-    return found
+        added = added + _shifted(xf, lag) * (docs.positions >= lag)[:, None] * upcast(weight)[:, -1 - lag]
+    assert isinstance(added, Tensor)
+    return added
 
 
 def _shifted(x: Tensor, by: int) -> Tensor:
     """Rows moved down by `by` (up if negative): row t is row t - by of x, or zero."""
     if not by:
         return x
-    found = torch.zeros_like(x)
+    shifted = torch.zeros_like(x)
     if by > 0:
-        found[by:] = x[:-by]
+        shifted[by:] = x[:-by]
     else:
-        found[:by] = x[-by:]
-    return found
+        shifted[:by] = x[-by:]
+    return shifted

@@ -90,17 +90,17 @@ def scan_bwd(
     )  # fmt: skip
     del T, P
     tiles = docs.query_tiles[set_.rows]
-    each = [t if K == H else torch.empty((len(t), H, D), dtype=t.dtype, device=t.device) for t in (dq, dk)]
+    wide = [t if K == H else torch.empty((len(t), H, D), dtype=t.dtype, device=t.device) for t in (dq, dk)]
     dg, dbeta = torch.empty_like(g), torch.empty_like(beta)
     d_skip = torch.empty((len(tiles), H), dtype=torch.float32, device=g.device) if skip is not None else None
     backward._gradients[(len(tiles) * H,)](
-        dout, q, k, v, g, beta, tiles, deltas, d_deltas, states, d_states, skip, *each, dv, dg, dbeta, d_skip,
-        q.stride(0), k.stride(0), v.stride(0), each[0].stride(0), each[1].stride(0), dv.stride(0),
+        dout, q, k, v, g, beta, tiles, deltas, d_deltas, states, d_states, skip, *wide, dv, dg, dbeta, d_skip,
+        q.stride(0), k.stride(0), v.stride(0), wide[0].stride(0), wide[1].stride(0), dv.stride(0),
         K, H, D, E, set_.rows, set_.keys, set_.values, set_.precision, num_warps=set_.warps, num_stages=1,
     )  # fmt: skip
-    for own, heads in zip((dq, dk), each, strict=True):
-        if own is not heads:
-            torch.sum(heads.unflatten(1, (K, -1)), 2, out=own)  # in fp32, rounded once
+    for narrow, heads in zip((dq, dk), wide, strict=True):
+        if narrow is not heads:
+            torch.sum(heads.unflatten(1, (K, -1)), 2, out=narrow)  # in fp32, rounded once
     return dg, dbeta, None if d_skip is None else d_skip.sum(0)
 
 

@@ -32,12 +32,12 @@ class Comparison:
 
     def factors(self, b: int, losses: Tensor) -> Tensor:
         """(N,) fp32 of micro-batch b's losses by token, which are (N,) fp32; zero on a host without documents."""
-        if not (own := self.docs[self.host]):
+        if not (of_host := self.docs[self.host]):
             return torch.zeros_like(losses)
         trained = slice(None, None, 2 if self.of.method == "kto" else 1)  # of kto's pairs the answers
-        docs = own[b].chosen(trained)
+        docs = of_host[b].chosen(trained)
         self._keep(b, trained, docs, losses)
-        slopes = compare(self.of, own[b], self.logps[b], self.kl).slopes[trained]
+        slopes = compare(self.of, of_host[b], self.logps[b], self.kl).slopes[trained]
         return torch.from_numpy(np.repeat(-slopes, docs.lengths).astype(np.float32)).to(losses.device)
 
     def measure(self, losses: Sequence[Tensor], gather: Gather) -> None:
@@ -54,13 +54,13 @@ class Comparison:
 
     def conclude(self, gather: Gather) -> list[Tensor]:
         """Fills `metrics`. Returns on host 0 the pairs' losses times their weights, (P,) float64."""
-        found = compare(self.of, *self._all(gather), self.kl)
-        self.metrics = found.metrics()
-        return [] if self.host else [torch.from_numpy(found.weights * found.losses)]
+        compared = compare(self.of, *self._all(gather), self.kl)
+        self.metrics = compared.metrics()
+        return [] if self.host else [torch.from_numpy(compared.weights * compared.losses)]
 
     def _all(self, gather: Gather) -> tuple[Documents, np.ndarray]:
-        logps = [torch.empty(sum(len(each.lengths) for each in of), dtype=torch.float64) for of in self.docs]
+        logps = [torch.empty(sum(len(docs.lengths) for docs in of), dtype=torch.float64) for of in self.docs]
         if self.logps:
             logps[self.host] = torch.from_numpy(np.concatenate([self.logps[b] for b in sorted(self.logps)]))
         gather(logps)
-        return joined([each for of in self.docs for each in of]), torch.cat(logps).numpy()
+        return joined([docs for of in self.docs for docs in of]), torch.cat(logps).numpy()

@@ -47,7 +47,7 @@ class Documents(NamedTuple):
     reference: np.ndarray  # (2P,) float64: logps; 0 where there is none. Of rewards a pair's first: its margin
 
     def chosen(self, which: slice) -> Documents:
-        return Documents(*(each[which] for each in self))
+        return Documents(*(values[which] for values in self))
 
     @property
     def pairs(self) -> np.ndarray:
@@ -60,7 +60,7 @@ class Documents(NamedTuple):
 
 
 def joined(parts: Sequence[Documents]) -> Documents:
-    return Documents(*(np.concatenate(each) for each in zip(*parts, strict=True)))
+    return Documents(*(np.concatenate(values) for values in zip(*parts, strict=True)))
 
 
 class Compared(NamedTuple):
@@ -84,18 +84,18 @@ class Compared(NamedTuple):
         if self.scored:
             good, bad, some = self.rewards[::2], self.rewards[1::2], self.rewards
             extent = {"min_reward": some.min(), "mean_reward": some.mean(), "max_reward": some.max()}
-            found = extent | {"accuracy": (good > bad).mean(), "margin": (good - bad).mean()}
-            return {name: float(value) for name, value in found.items()}
-        found, sides = dict[str, float](), {"chosen": self.chosen, "rejected": self.rejected}
+            means = extent | {"accuracy": (good > bad).mean(), "margin": (good - bad).mean()}
+            return {name: float(value) for name, value in means.items()}
+        means, sides = dict[str, float](), {"chosen": self.chosen, "rejected": self.rejected}
         for what, values in (("rewards", self.rewards), ("logps", self.logps)):
-            found |= {f"{what}/{side}": float(values[which].mean()) for side, which in sides.items() if which.any()}
+            means |= {f"{what}/{side}": float(values[which].mean()) for side, which in sides.items() if which.any()}
         if self.kl is None:
-            found["rewards/accuracies"] = float((self.rewards[::2] > self.rewards[1::2]).mean())
+            means["rewards/accuracies"] = float((self.rewards[::2] > self.rewards[1::2]).mean())
         else:
-            found["kl"] = self.kl
-        if {"rewards/chosen", "rewards/rejected"} <= found.keys():
-            found["rewards/margins"] = found["rewards/chosen"] - found["rewards/rejected"]
-        return found
+            means["kl"] = self.kl
+        if {"rewards/chosen", "rewards/rejected"} <= means.keys():
+            means["rewards/margins"] = means["rewards/chosen"] - means["rewards/rejected"]
+        return means
 
 
 def compare(of: Preference, docs: Documents, logps: np.ndarray, kl: float | None = None) -> Compared:
@@ -143,11 +143,11 @@ def _kto(of: Preference, docs: Documents, logps: np.ndarray, kl: float | None) -
     ratios = logps - docs.reference
     kl = max(0.0, float(ratios[1::2].mean())) if kl is None else kl
     answers, signs = ratios[::2], np.sign(docs.weights[::2])
-    each = docs.pairs * np.where(signs > 0, of.desirable_weight, of.undesirable_weight)
+    weights = docs.pairs * np.where(signs > 0, of.desirable_weight, of.undesirable_weight)
     value = _sigma(signs * of.beta * (answers - kl))
     losses = np.where(signs > 0, of.desirable_weight, of.undesirable_weight) * (1 - value)
     slopes = np.zeros(len(logps))
-    slopes[::2] = -each * signs * of.beta * value * (1 - value)
+    slopes[::2] = -weights * signs * of.beta * value * (1 - value)
     chosen, rejected = np.zeros(len(logps), bool), np.zeros(len(logps), bool)
     chosen[::2], rejected[::2] = signs > 0, signs < 0
     return Compared(losses, slopes, chosen, rejected, of.beta * ratios, logps, docs.pairs, kl)

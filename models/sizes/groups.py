@@ -19,45 +19,45 @@ def matmuls(layer: Layer) -> dict[tuple[str, ...], tuple[int, tuple[int, ...]]]:
 
     Without routers and the matrices of experts, of which a matmul has many.
     """
-    D, names, found = layer.width, layer.mixer_names, dict[tuple[str, ...], tuple[int, tuple[int, ...]]]()
+    D, names, features = layer.width, layer.mixer_names, dict[tuple[str, ...], tuple[int, tuple[int, ...]]]()
     for mixer in layer.mixers:
         if isinstance(mixer, Scan):
-            found[names.mixed] = D, _mixed_features(mixer, len(names.mixed))
-            found[(names.mixed_o,)] = mixer.value_width, (D,)
+            features[names.mixed] = D, _mixed_features(mixer, len(names.mixed))
+            features[(names.mixed_o,)] = mixer.value_width, (D,)
             continue
-        found[names.qkv] = D, (mixer.qkv_width,) if len(names.qkv) == 1 else mixer.parts
+        features[names.qkv] = D, (mixer.qkv_width,) if len(names.qkv) == 1 else mixer.parts
         if latent := mixer.latent:
-            found[(names.kv_b,)] = latent.kv_rank, (mixer.heads * (latent.nope + latent.value),)
+            features[(names.kv_b,)] = latent.kv_rank, (mixer.heads * (latent.nope + latent.value),)
             if names.q_b:
-                found[(names.q_b,)] = latent.q_rank, (mixer.q_width,)
-        found[(names.o,)] = mixer.out_width, (D,)
+                features[(names.q_b,)] = latent.q_rank, (mixer.q_width,)
+        features[(names.o,)] = mixer.out_width, (D,)
     up, down = layer.mlp_names.up, (layer.mlp_names.down,)
     for mlp in layer.mlps:
         if width := mlp.width if isinstance(mlp, Mlp) else mlp.shared:
             matrices = 1 + mlp.gated
-            found[up] = D, (matrices * width,) if len(up) == 1 else (width,) * matrices
-            found[down] = width, (D,)
+            features[up] = D, (matrices * width,) if len(up) == 1 else (width,) * matrices
+            features[down] = width, (D,)
         if isinstance(mlp, Experts) and mlp.latent:
-            found[(layer.mlp_names.latent_in,)] = D, (mlp.latent,)
-            found[(layer.mlp_names.latent_out,)] = mlp.latent, (D,)
-    return found
+            features[(layer.mlp_names.latent_in,)] = D, (mlp.latent,)
+            features[(layer.mlp_names.latent_out,)] = mlp.latent, (D,)
+    return features
 
 
-def _mixed_features(own: Scan, matrices: int) -> tuple[int, ...]:
+def _mixed_features(spec: Scan, matrices: int) -> tuple[int, ...]:
     """Output features of each of so many projections of a recurrence."""
-    heads, keys, wide = own.heads, own.key_width, own.value_width
+    heads, keys, wide = spec.heads, spec.key_width, spec.value_width
     return {
-        1: (own.mixed_width,),
-        2: (own.channels + wide, 2 * heads),
-        4: (own.channels, wide, heads, heads),
+        1: (spec.mixed_width,),
+        2: (spec.channels + wide, 2 * heads),
+        4: (spec.channels, wide, heads, heads),
         6: (keys, keys, wide, wide, heads, heads),
     }[matrices]
 
 
 def parts_of(layer: Layer) -> list[list[Group]]:
     """The groups of a layer by part: its mixers, its MLPs."""
-    mixers = [_scan(layer, own) if isinstance(own, Scan) else _attention(layer, own) for own in layer.mixers]
-    mlps = [_experts(layer, own) if isinstance(own, Experts) else _mlp(layer, own) for own in layer.mlps]
+    mixers = [_scan(layer, spec) if isinstance(spec, Scan) else _attention(layer, spec) for spec in layer.mixers]
+    mlps = [_experts(layer, spec) if isinstance(spec, Experts) else _mlp(layer, spec) for spec in layer.mlps]
     return [[group for groups in part for group in groups] for part in (mixers, mlps) if part]
 
 
@@ -84,46 +84,46 @@ def _vector(name: str, n: int) -> Group:
     return [(name, (n,))]
 
 
-def _attention(layer: Layer, own: Attention) -> list[Group]:
+def _attention(layer: Layer, spec: Attention) -> list[Group]:
     names = layer.mixer_names
     groups = [_matrix(layer, *names.qkv), _matrix(layer, names.o), *norms(layer, names.norm, names.post)]
-    if own.latent:
+    if spec.latent:
         if names.q_b:
-            groups += [_matrix(layer, names.q_b), _vector(f"{names.q_norm}.weight", own.latent.q_rank)]
-        groups += [_matrix(layer, names.kv_b), _vector(f"{names.k_norm}.weight", own.latent.kv_rank)]
-    if own.norm in ("head", "width"):
-        widths = (own.q_width, own.kv_width) if own.norm == "width" else (own.dim, own.dim)
+            groups += [_matrix(layer, names.q_b), _vector(f"{names.q_norm}.weight", spec.latent.q_rank)]
+        groups += [_matrix(layer, names.kv_b), _vector(f"{names.k_norm}.weight", spec.latent.kv_rank)]
+    if spec.norm in ("head", "width"):
+        widths = (spec.q_width, spec.kv_width) if spec.norm == "width" else (spec.dim, spec.dim)
         groups += [_vector(f"{n}.weight", d) for n, d in zip((names.q_norm, names.k_norm), widths, strict=True)]
     if names.sinks:
-        groups.append(_vector(names.sinks, own.heads))
-    if own.bias:
+        groups.append(_vector(names.sinks, spec.heads))
+    if spec.bias:
         groups.append(_bias(layer, *names.qkv))
-    if own.o_bias:
+    if spec.o_bias:
         groups.append(_bias(layer, names.o))
     return groups
 
 
-def _scan(layer: Layer, own: Scan) -> list[Group]:
+def _scan(layer: Layer, spec: Scan) -> list[Group]:
     """Those of a recurrence, without the norm before it where another mixer has it."""
-    names, first = layer.mixer_names, layer.mixers[0] is own
+    names, first = layer.mixer_names, layer.mixers[0] is spec
     groups: list[Group] = [
         _matrix(layer, *names.mixed),
         _matrix(layer, names.mixed_o),
-        [(f"{names.conv}.weight", (own.channels, own.taps))],
+        [(f"{names.conv}.weight", (spec.channels, spec.taps))],
         *norms(layer, names.norm if first else ""),
-        _vector(names.decay, own.heads),
-        _vector(names.step, own.heads),
+        _vector(names.decay, spec.heads),
+        _vector(names.step, spec.heads),
     ]
-    if own.normed:
-        groups.append(_vector(f"{names.mixed_norm}.weight", own.value_dim if own.delta else own.value_width))
-    if own.conv_bias:
-        groups.append(_vector(f"{names.conv}.bias", own.channels))
+    if spec.normed:
+        groups.append(_vector(f"{names.mixed_norm}.weight", spec.value_dim if spec.delta else spec.value_width))
+    if spec.conv_bias:
+        groups.append(_vector(f"{names.conv}.bias", spec.channels))
     if names.skip:
-        groups.append(_vector(names.skip, own.heads))
+        groups.append(_vector(names.skip, spec.heads))
     return groups
 
 
-def _mlp(layer: Layer, own: Mlp) -> list[Group]:
+def _mlp(layer: Layer, spec: Mlp) -> list[Group]:
     names = layer.mlp_names
     groups = [
         _matrix(layer, *names.up),
@@ -132,32 +132,32 @@ def _mlp(layer: Layer, own: Mlp) -> list[Group]:
     ]
     if names.scalar:
         groups.append(_vector(names.scalar, 1))
-    if own.bias:
+    if spec.bias:
         groups += [_bias(layer, *names.up), _bias(layer, names.down)]
     return groups
 
 
-def _experts(layer: Layer, own: Experts) -> list[Group]:
+def _experts(layer: Layer, spec: Experts) -> list[Group]:
     names, D = layer.mlp_names, layer.width
     groups: list[Group] = [
         *norms(layer, names.post_experts if len(layer.mlps) > 1 else names.post),
-        [(f"{names.experts}.{GATE_UP}", (own.count, *expert_shape(layer, GATE_UP)))],
-        [(f"{names.experts}.{DOWN}", (own.count, *expert_shape(layer, DOWN)))],
-        [(f"{names.router}.weight", (own.count, D))],
+        [(f"{names.experts}.{GATE_UP}", (spec.count, *expert_shape(layer, GATE_UP)))],
+        [(f"{names.experts}.{DOWN}", (spec.count, *expert_shape(layer, DOWN)))],
+        [(f"{names.router}.weight", (spec.count, D))],
     ]
     if names.router_scale:
-        groups += [_vector(names.router_scale, D), _vector(names.expert_scale, own.count)]
-    if own.bias:  # flat: vectors have no weight decay
-        groups.append(_vector(f"{names.experts}.{GATE_UP}_bias", own.count * 2 * own.width))
-        groups.append(_vector(f"{names.experts}.{DOWN}_bias", own.count * D))
-        groups.append(_vector(f"{names.router}.bias", own.count))
+        groups += [_vector(names.router_scale, D), _vector(names.expert_scale, spec.count)]
+    if spec.bias:  # flat: vectors have no weight decay
+        groups.append(_vector(f"{names.experts}.{GATE_UP}_bias", spec.count * 2 * spec.width))
+        groups.append(_vector(f"{names.experts}.{DOWN}_bias", spec.count * D))
+        groups.append(_vector(f"{names.router}.bias", spec.count))
     if names.correction:
-        groups.append(_vector(names.correction, own.count))
-    if own.shared:
+        groups.append(_vector(names.correction, spec.count))
+    if spec.shared:
         groups += [_matrix(layer, *names.up), _matrix(layer, names.down)]
-    if own.shared_gate:
+    if spec.shared_gate:
         groups.append([(f"{names.shared_gate}.weight", (1, D))])
-    if own.latent:
+    if spec.latent:
         groups += [_matrix(layer, names.latent_in), _matrix(layer, names.latent_out)]
     return groups + norms(layer, names.norm_experts or names.norm)
 
@@ -180,11 +180,11 @@ def of_an_expert(layer: Layer) -> int:
     return sum(prod(expert_shape(layer, matrix)) for matrix in (GATE_UP, DOWN))
 
 
-def up_name(own: Mlp | Experts) -> str:
+def up_name(spec: Mlp | Experts) -> str:
     """The name of the result of an MLP's first matmul."""
-    return "gate_up" if own.gated else "fc"
+    return "gate_up" if spec.gated else "fc"
 
 
-def up_width(own: Mlp | Experts) -> int:
+def up_width(spec: Mlp | Experts) -> int:
     """Features of an MLP's first matmul, or of an expert's."""
-    return 2 * own.width if own.gated else own.width
+    return 2 * spec.width if spec.gated else spec.width

@@ -193,18 +193,18 @@ def _inner(cfg: ModelConfig, u: int, tokens: int, dtype: str, grads: str, names:
     saved = {name: shape for name, shape in shapes.saved_of(cfg, shapes.unit(cfg, u), tokens).items() if name in names}
     tensors = _empty(saved, dtype)
     x, dy, out, dx = (torch.empty((tokens, cfg.width), dtype=DTYPE[dtype], device=META) for _ in range(4))
-    held = parts, g, rows, tensors, x, dy, out, dx, passed
+    owned = parts, g, rows, tensors, x, dy, out, dx, passed
     spec = shapes.unit(cfg, u).experts
     count = spec.count if spec else 0
-    forward = _watched(held, parts, lambda w: model.forward(cfg, u, w, x, rows, tensors, out, passed=passed), count)
+    forward = _watched(owned, parts, lambda w: model.forward(cfg, u, w, x, rows, tensors, out, passed=passed), count)
     back = lambda w: model.backward(cfg, u, w, g, x, tensors, dy, rows, dx, passed)
-    return forward, _watched(held, reversed(parts), back, count)
+    return forward, _watched(owned, reversed(parts), back, count)
 
 
-def _watched(held: Any, parts: Iterable[Any], run: Callable[[Any], None], experts: int = 0) -> Taken:
+def _watched(owned: Any, parts: Iterable[Any], run: Callable[[Any], None], experts: int = 0) -> Taken:
     """What the passes over all parts of a unit's weights take; launches are those of one part."""
     watch, count = Watch(experts), 0
-    with watch.watching(held):
+    with watch.watching(owned):
         for part in parts:
             run(part)
             count += 1
@@ -231,13 +231,13 @@ def _head(cfg: ModelConfig, tokens: int, dtype: str, grads: str) -> tuple[Taken,
             torch.empty((tokens, cfg.teaching.k), dtype=kind, device=META) for kind in (torch.int32, torch.float16)
         )
         shares, hits = head.Shares(ids, logps, factors), None
-    held = w, g, x, dx, labels, at, factors, hits, shares
+    owned = w, g, x, dx, labels, at, factors, hits, shares
 
     def run(gradients: tuple[head.HeadWeights, Tensor] | None) -> None:
         grads, dx = gradients or (None, None)
         head.head_loss(cfg, w, x, labels, at, 1.0, grads, dx, factors, shares, hits)
 
-    return _watched(held, (None,), run), _watched(held, ((g, dx),), run)
+    return _watched(owned, (None,), run), _watched(owned, ((g, dx),), run)
 
 
 def _with_output(cfg: ModelConfig, views: dict[str, Tensor]) -> head.HeadWeights:
@@ -257,9 +257,9 @@ def _embedding(cfg: ModelConfig, tokens: int, dtype: str, grads: str) -> tuple[T
     g = model.weights(cfg, 0, _frozen(groups) | _memory(trained, grads))
     rows, ids = make_rows((tokens,), {}, META), torch.empty(tokens, dtype=torch.int64, device=META)
     out = torch.empty((tokens, cfg.width), dtype=DTYPE[dtype], device=META)
-    held = w, g, rows, ids, out
-    forward = _watched(held, (None,), lambda _: head.embed_forward(w, ids, rows, out))
-    return forward, _watched(held, (None,), lambda _: head.embed_backward(g, out, ids, rows))
+    owned = w, g, rows, ids, out
+    forward = _watched(owned, (None,), lambda _: head.embed_forward(w, ids, rows, out))
+    return forward, _watched(owned, (None,), lambda _: head.embed_backward(g, out, ids, rows))
 
 
 def _empty(shaped: shapes.Saved, dtype: str) -> dict[str, Tensor]:

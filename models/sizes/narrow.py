@@ -83,33 +83,33 @@ def may_be_sliced(cfg: ModelConfig) -> bool:
     """Whether experts can come in slices: all of them are frozen, without a norm behind their sum, and blocks can be
     divided into sub-layers.
     """
-    if cfg.experts is None or cfg.whole or any(own.experts and own.mlp_names.post for own in cfg.layers):
+    if cfg.experts is None or cfg.whole or any(layer.experts and layer.mlp_names.post for layer in cfg.layers):
         return False
     cut = replace(cfg, halves=True)
     fed = (u for u in range(1, cut.n_units - 1) if unit(cut, u).what == "mlp" and unit(cut, u).experts)
-    found = (g for u in fed for g in weight_groups(cut, u))
-    return all(is_frozen(cut, group) for group in found if len(group[0][1]) == 3)
+    groups = (g for u in fed for g in weight_groups(cut, u))
+    return all(is_frozen(cut, group) for group in groups if len(group[0][1]) == 3)
 
 
-def slice_groups(cfg: ModelConfig, u: int, own: range) -> list[Group]:
+def slice_groups(cfg: ModelConfig, u: int, experts: range) -> list[Group]:
     """The groups of one of `slices`: the matrices of its experts, under the names of those of all experts."""
     assert cfg.experts is not None
     return [
-        [(name, (shape[0] * len(own) // cfg.experts.count, *shape[1:])) for name, shape in group]
+        [(name, (shape[0] * len(experts) // cfg.experts.count, *shape[1:])) for name, shape in group]
         for group in _base_groups(cfg, u)
         if _of_experts(cfg, group)
     ]
 
 
-def slice_on_disk(cfg: ModelConfig, stored: Group, own: range) -> Group:
+def slice_on_disk(cfg: ModelConfig, stored: Group, experts: range) -> Group:
     """The part of `stored` (on_disk) that belongs to a slice; of a tensor for all experts, each expert (EXPERT)."""
     assert cfg.experts is not None
     E = cfg.experts.count
     if len(stored) == 1:
         ((name, shape),) = stored
-        return [(f"{name}{EXPERT}{e}", (shape[0] // E, *shape[1:])) for e in own]
-    each = len(stored) // E
-    return stored[own.start * each : own.stop * each]
+        return [(f"{name}{EXPERT}{e}", (shape[0] // E, *shape[1:])) for e in experts]
+    count = len(stored) // E
+    return stored[experts.start * count : experts.stop * count]
 
 
 def in_file(name: str, numel: int) -> tuple[str, int]:
@@ -126,14 +126,14 @@ def _of_experts(cfg: ModelConfig, group: Group) -> bool:
 
 def packed_parts(cfg: ModelConfig, u: int) -> dict[str, PartOf]:
     """Parts of packed_groups, by their names in memory."""
-    found = dict[str, PartOf]()
+    parts = dict[str, PartOf]()
     for name, shape in (matrix for group in packed_groups(cfg, u) for matrix in group):
         assert cfg.packing is not None
         files, packing = on_disk(cfg, name, shape), cfg.packing.of(name)
         for part, one in zip(packing.parts, packing.shapes(files[0][1]), strict=True):
-            own = one if len(files) == 1 else (len(files), *one)
-            found[name + part.suffix] = PartOf(part, own, [(stored + part.suffix, one) for stored, _ in files])
-    return found
+            whole = one if len(files) == 1 else (len(files), *one)
+            parts[name + part.suffix] = PartOf(part, whole, [(stored + part.suffix, one) for stored, _ in files])
+    return parts
 
 
 def base_groups(cfg: ModelConfig, u: int) -> list[Group]:
@@ -141,23 +141,23 @@ def base_groups(cfg: ModelConfig, u: int) -> list[Group]:
 
     Packed ones are their parts; those in fp8 are codes in rows, and scales, which come before other vectors.
     """
-    found = _base_groups(cfg, u)
-    return [group for group in found if not _of_experts(cfg, group)] if slices(cfg, u) else found
+    groups = _base_groups(cfg, u)
+    return [group for group in groups if not _of_experts(cfg, group)] if slices(cfg, u) else groups
 
 
 def _base_groups(cfg: ModelConfig, u: int) -> list[Group]:
     packed, parts, quantized = packed_groups(cfg, u), packed_parts(cfg, u), fp8_groups(cfg, u)
     suffixes = [part.suffix for part in cfg.packing.parts] if cfg.packing else []
-    found: list[Group] = [[(group[0][0] + SCALE, FP8_SCALE)] for group in quantized if is_frozen(cfg, group)]
+    groups: list[Group] = [[(group[0][0] + SCALE, FP8_SCALE)] for group in quantized if is_frozen(cfg, group)]
     for group in frozen_groups(cfg, u):
         if group in quantized:
-            found.append([(group[0][0] + ROWS, fused(group))])
+            groups.append([(group[0][0] + ROWS, fused(group))])
             continue
         if group not in packed:
-            found.append(group)
+            groups.append(group)
             continue
-        found += [[(name, parts[name].shape)] for name in (n + s for n, _ in group for s in suffixes)]
-    return found
+        groups += [[(name, parts[name].shape)] for name in (n + s for n, _ in group for s in suffixes)]
+    return groups
 
 
 def own_dtypes(cfg: ModelConfig, u: int) -> dict[str, str]:
@@ -175,10 +175,10 @@ def in_fp8(cfg: ModelConfig, rows: int, columns: int) -> bool:
 
 def experts_in_fp8(cfg: ModelConfig, layer: Layer, tokens: int) -> bool:
     """Whether grouped GEMMs of rows and experts' matrices are in fp8, in a micro-batch of so many tokens."""
-    own, rows, inner = layer.experts, min(tokens, cfg.mlp_rows), expert_input(layer)
-    if own is None or rows * own.chosen < LEAST_ROWS * own.count:
+    spec, rows, inner = layer.experts, min(tokens, cfg.mlp_rows), expert_input(layer)
+    if spec is None or rows * spec.chosen < LEAST_ROWS * spec.count:
         return False
-    return in_fp8(cfg, inner, up_width(own)) and in_fp8(cfg, own.width, inner)
+    return in_fp8(cfg, inner, up_width(spec)) and in_fp8(cfg, spec.width, inner)
 
 
 def fp8_groups(cfg: ModelConfig, u: int) -> list[Group]:
@@ -186,8 +186,8 @@ def fp8_groups(cfg: ModelConfig, u: int) -> list[Group]:
     if not cfg.fp8 or u in (0, cfg.n_units - 1):
         return []
     router = f".{cfg.names.mlp.router}.weight"
-    found = [g for g in weight_groups(cfg, u) if len(g[0][1]) == 2 and not g[0][0].endswith(router)]
-    return [group for group in found if in_fp8(cfg, *fused(group))]
+    groups = [g for g in weight_groups(cfg, u) if len(g[0][1]) == 2 and not g[0][0].endswith(router)]
+    return [group for group in groups if in_fp8(cfg, *fused(group))]
 
 
 def fused(group: Group) -> tuple[int, int]:
@@ -206,14 +206,14 @@ def made_groups(cfg: ModelConfig, u: int) -> tuple[list[Group], dict[str, str]]:
     They are the decoded packed_groups without sliced_groups, and of fp8_groups codes in both orders, or if frozen in
     the order that base_groups do not have.
     """
-    sliced, dtypes, each = sliced_groups(cfg, u), dict[str, str](), quantized_each(cfg, u)
-    found = [group for group in packed_groups(cfg, u) if group not in sliced]
+    sliced, dtypes, at_once = sliced_groups(cfg, u), dict[str, str](), quantized_each(cfg, u)
+    groups = [group for group in packed_groups(cfg, u) if group not in sliced]
     for group in fp8_groups(cfg, u):
-        if each and not is_frozen(cfg, group):
+        if at_once and not is_frozen(cfg, group):
             continue
         name, (rows, columns) = group[0][0], fused(group)
         shapes = {ROWS: (rows, columns), COLUMNS: (columns, rows), SCALE: FP8_SCALE}
         made = [COLUMNS] if is_frozen(cfg, group) else FP8
-        found += [[(name + part, shapes[part])] for part in made]
+        groups += [[(name + part, shapes[part])] for part in made]
         dtypes |= {name + part: FP8_DTYPES[part] for part in made}
-    return found, dtypes
+    return groups, dtypes

@@ -49,7 +49,7 @@ def bare(kind: str) -> str:
 
 def inner_kinds(cfg: ModelConfig) -> tuple[str, ...]:
     """The bare kinds of the inner units: those that make a block, in order, or those that layers are."""
-    return HALVES if cfg.halves or any(not (own.mixers and own.mlps) for own in cfg.layers) else ("block",)
+    return HALVES if cfg.halves or any(not (layer.mixers and layer.mlps) for layer in cfg.layers) else ("block",)
 
 
 @lru_cache
@@ -123,9 +123,9 @@ def on_disk(cfg: ModelConfig, name: str, shape: tuple[int, ...]) -> Group:
     if len(shape) < 3 or not (cfg.names.mlp.single and cfg.names.mlp.experts):
         return [(name, shape)]
     prefix, what = name.rsplit(".", 1)
-    each = cfg.names.mlp.single[-1:] if what == DOWN else cfg.names.mlp.single[:-1]
-    one = (shape[1] // len(each), shape[2])
-    return [(f"{prefix}.{e}.{matrix}.weight", one) for e in range(shape[0]) for matrix in each]
+    matrices = cfg.names.mlp.single[-1:] if what == DOWN else cfg.names.mlp.single[:-1]
+    one = (shape[1] // len(matrices), shape[2])
+    return [(f"{prefix}.{e}.{matrix}.weight", one) for e in range(shape[0]) for matrix in matrices]
 
 
 def within_experts(cfg: ModelConfig, name: str) -> tuple[str, int | None, int | None]:
@@ -181,18 +181,18 @@ def is_frozen(cfg: ModelConfig, group: Group) -> bool:
         return True
     if cfg.scores and cfg.lora and group[0][0] == output_name(cfg):
         return False
-    found = [_matches(name, cfg.frozen) for name, _ in group]
-    if any(found) and not all(found):
+    frozen = [_matches(name, cfg.frozen) for name, _ in group]
+    if any(frozen) and not all(frozen):
         raise InputError(
             f"{', '.join(name for name, _ in group)} are multiplied as one matrix: freeze all of them, or none."
         )
-    return all(found)
+    return all(frozen)
 
 
 def _matches(name: str, patterns: tuple[str, ...]) -> bool:
     """Whether the last glob that matches `name` is one without `!`."""
-    found = (not p.startswith("!") for p in reversed(patterns) if fnmatchcase(name, p.removeprefix("!")))
-    return next(found, False)
+    matches = (not p.startswith("!") for p in reversed(patterns) if fnmatchcase(name, p.removeprefix("!")))
+    return next(matches, False)
 
 
 def _adapter_groups(cfg: ModelConfig, lora: Lora, groups: list[Group]) -> list[Group]:
@@ -200,20 +200,20 @@ def _adapter_groups(cfg: ModelConfig, lora: Lora, groups: list[Group]) -> list[G
 
     Of experts all A, by expert and rank (E rank, in), and all B (E rank, out).
     """
-    found: list[Group] = []
+    adapters: list[Group] = []
     for group in groups:
         name, shape = group[0]
         if len(shape) == 3 and lora.adapts(name.rpartition(".")[0]):
             features = shape[:0:-1] if cfg.names.mlp.experts_in_out else shape[1:]  # (out, in)
             sizes = zip(adapter_names(name), reversed(features), strict=True)
-            found += [[(part, (shape[0] * lora.rank, n))] for part, n in sizes]
+            adapters += [[(part, (shape[0] * lora.rank, n))] for part, n in sizes]
         matrices = [(name.removesuffix(".weight"), shape) for name, shape in group if len(shape) == 2]
         adapted = [(adapter_names(module), shape) for module, shape in matrices if lora.adapts(module)]
         rows, columns = (1, 0) if cfg.names.in_out else (0, 1)
         if adapted:
-            found.append([(a, (lora.rank, shape[columns])) for (a, _), shape in adapted])
-            found.append([(b, (shape[rows], lora.rank)) for (_, b), shape in adapted])
-    return found
+            adapters.append([(a, (lora.rank, shape[columns])) for (a, _), shape in adapted])
+            adapters.append([(b, (shape[rows], lora.rank)) for (_, b), shape in adapted])
+    return adapters
 
 
 def adapts_experts(name: str) -> bool:
@@ -241,9 +241,9 @@ def parameters(cfg: ModelConfig, u: int | None = None) -> int:
 # ---------------------------------------------------------------- saved tensors
 
 
-def chosen(own: Mlp | Experts) -> int:
+def chosen(spec: Mlp | Experts) -> int:
     """Rows of an MLP's matmuls for each token."""
-    return own.chosen if isinstance(own, Experts) else 1
+    return spec.chosen if isinstance(spec, Experts) else 1
 
 
 Saved = dict[str, tuple[tuple[int, ...], str]]
@@ -259,29 +259,29 @@ def saved_of(cfg: ModelConfig, layer: Layer, tokens: int) -> Saved:
 
     Results are bitwise identical for any subset of them. attn_out without lse is of no use.
     """
-    N, found, D = tokens, Saved(), layer.width
-    for own in layer.mixers:
-        if isinstance(own, Scan):
-            found["mixed"] = (N, own.mixed_width), "compute"
-            found["scan_out"] = (N, own.value_width), "compute"
+    N, saved, D = tokens, Saved(), layer.width
+    for mixer in layer.mixers:
+        if isinstance(mixer, Scan):
+            saved["mixed"] = (N, mixer.mixed_width), "compute"
+            saved["scan_out"] = (N, mixer.value_width), "compute"
             continue
-        found["qkv"] = (N, own.qkv_width), "compute"
-        found["attn_out"] = (N, own.out_width), "compute"
-        found["lse"] = (own.heads, N), "F32"
+        saved["qkv"] = (N, mixer.qkv_width), "compute"
+        saved["attn_out"] = (N, mixer.out_width), "compute"
+        saved["lse"] = (mixer.heads, N), "F32"
         if layer.mixer_names.post:
-            found["attn_branch"] = (N, D), "compute"
+            saved["attn_branch"] = (N, D), "compute"
     if layer.mixers and layer.mlps and not layer.parallel:
-        found["resid"] = (N, D), "compute"
+        saved["resid"] = (N, D), "compute"
     for mlp in layer.mlps:
         if not is_sliced(cfg, layer) and mlp is layer.mlps[0]:  # then of several units
-            found[up_name(mlp)] = (N * chosen(mlp), up_width(mlp)), "compute"
+            saved[up_name(mlp)] = (N * chosen(mlp), up_width(mlp)), "compute"
         if isinstance(mlp, Experts) and mlp.shared:
-            found["shared_up"] = (N, (1 + mlp.gated) * mlp.shared), "compute"
+            saved["shared_up"] = (N, (1 + mlp.gated) * mlp.shared), "compute"
         if isinstance(mlp, Experts) and mlp.latent:
-            found["latent_sum"] = (N, mlp.latent), "compute"
+            saved["latent_sum"] = (N, mlp.latent), "compute"
         if layer.mlp_names.post:
-            found["mlp_branch"] = (N, D), "compute"
-    return found
+            saved["mlp_branch"] = (N, D), "compute"
+    return saved
 
 
 def is_sliced(cfg: ModelConfig, layer: Layer) -> bool:

@@ -178,9 +178,9 @@ class Watch(TorchDispatchMode):
         self.alive -= nbytes
 
     @contextmanager
-    def watching(self, *held: Any) -> Iterator[None]:
-        """Counts all that happens. `held`: what the caller holds, trees of tensors that are not counted."""
-        self.known |= {t.untyped_storage()._cdata for t in _tensors(held)}
+    def watching(self, *owned: Any) -> Iterator[None]:
+        """Counts all that happens. `owned`: what the caller holds, trees of tensors that are not counted."""
+        self.known |= {t.untyped_storage()._cdata for t in _tensors(owned)}
         with observing(self), self:
             yield
 
