@@ -30,8 +30,8 @@ class Reader:
 
     def __init__(self, placement: Placement):
         self.placement, self.updates = placement, placement.updates
-        # By shard: its bytes [first, last) of the staging buffer, its read and the tasks that use it; latest last.
-        self._staged: dict[str, tuple[int, int, tuple[Task, ...]]] = {}
+        # By shard: its bytes of the staging buffer, its read and the tasks that use it; latest last.
+        self._staged: dict[str, tuple[range, tuple[Task, ...]]] = {}
 
     def read(self, entry: Entry, *parts: str) -> Tensor:
         """The bytes of an entry: its buffer in RAM, or a copy in the staging buffer. Raises StoreError.
@@ -53,19 +53,20 @@ class Reader:
         if buffer is not None:
             return buffer, ()
         shards, (begin, buffer) = placement.shards_of(entry, *parts), _place(placement, entry)
-        name, first, last = shards[0].name, begin + shards[0].first, begin + shards[-1].first + shards[-1].layout.span
-        if (there := self._staged.pop(name, None)) is None:
-            over = [name for name, (a, b, _) in self._staged.items() if a < last and first < b]
-            after = [task for name in over for task in self._staged.pop(name)[2]]
-            there = first, last, (_fetch(placement, entry, shards, buffer, after),)
-        self._staged[name] = there
-        return buffer, there[2]
+        name, place = shards[0].name, range(begin + shards[0].first, begin + shards[-1].first + shards[-1].layout.span)
+        _, tasks = self._staged.pop(name, (place, ()))
+        if not tasks:
+            over = [n for n, (at, _) in self._staged.items() if at.start < place.stop and place.start < at.stop]
+            after = [task for n in over for task in self._staged.pop(n)[1]]
+            tasks = (_fetch(placement, entry, shards, buffer, after),)
+        self._staged[name] = place, tasks
+        return buffer, tasks
 
     def used(self, task: Task) -> None:
         """The bytes brought last may be overwritten after `task`, too."""
         if self._staged:
-            name, (first, last, tasks) = self._staged.popitem()
-            self._staged[name] = first, last, (*tasks, task)
+            name, (place, tasks) = self._staged.popitem()
+            self._staged[name] = place, (*tasks, task)
 
     def low(self, u: int, a: int, b: int) -> Tensor:
         """The low halves of the fp32 masters of unit u's elements [a, b), which are one record, as bytes."""
