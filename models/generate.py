@@ -88,11 +88,9 @@ def generate(
             continue  # keys in the cache are rotated by the short factors
         # finished prompts repeat their last token in place: the batch keeps its shape
         ids = [tokens[-1] for tokens in new]
-        for place, last_rows in single.items():
+        for place, last in single.items():
             positions = torch.tensor(now, dtype=torch.int32, device=place) - 1
-            rows[place] = _with_angles(
-                cfg, last_rows._replace(docs=last_rows.docs._replace(positions=positions)), now, longest
-            )
+            rows[place] = _with_angles(cfg, last._replace(docs=last.docs._replace(positions=positions)), now, longest)
 
 
 def _switch(cfg: ModelConfig, longest: int) -> int:

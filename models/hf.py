@@ -78,9 +78,9 @@ def canonical_names(
     experts = cfg.experts.count if cfg.experts and cfg.names.mlp.single else 1
     mixed = sum(layer.experts is not None for layer in cfg.layers)
     if mixed * experts + cfg.n_layers - mixed > len(stored):  # before work that grows with layers
-        of_experts = f" of {experts:,} experts" if cfg.experts else ""
+        of = f" of {experts:,} experts" if cfg.experts else ""
         raise InputError(
-            f"{named('the checkpoint')} has {len(stored)} tensors, config.json calls for {cfg.n_layers:,} layers{of_experts}. "
+            f"{named('the checkpoint')} has {len(stored)} tensors, config.json calls for {cfg.n_layers:,} layers{of}. "
             "The weights and config.json are not of the same model, or it was not downloaded to the end."
         )
     wanted = stored_tensors(cfg)

@@ -80,14 +80,12 @@ def last_common(group: Alone, here: Sequence[HostSnapshot], started: bool, run: 
     cannot be read.
     """
     texts = group.texts(json.dumps([started, [[snapshot.host, *snapshot.key] for snapshot in here]]))
-    readable_by = [json.loads(text) for text in texts]
-    read: dict[Key, list[set[int]]] = defaultdict(
-        lambda: [set() for _ in readable_by]
-    )  # by each host: whose it can read
-    for reader, (_, there) in enumerate(readable_by):
+    shown = [json.loads(text) for text in texts]
+    read: dict[Key, list[set[int]]] = defaultdict(lambda: [set() for _ in shown])  # by each host: whose it can read
+    for reader, (_, there) in enumerate(shown):
         for host, *key in there:
             read[Key(*key)][reader].add(host)
-    needs = lambda key, reader: [reader] if key.hosts == len(readable_by) else range(key.hosts)
+    needs = lambda key, reader: [reader] if key.hosts == len(shown) else range(key.hosts)
     lacks = {
         key: [(reader, host) for reader, hosts in enumerate(there) for host in needs(key, reader) if host not in hosts]
         for key, there in read.items()
@@ -97,7 +95,7 @@ def last_common(group: Alone, here: Sequence[HostSnapshot], started: bool, run: 
         key = max(common, key=lambda key: (key.step, key.hosts == group.hosts, key))
         return RunSnapshot(key, {snapshot.host: snapshot for snapshot in here if snapshot.key == key})
     begins = [key for key, there in read.items() if any(0 in hosts for hosts in there)]
-    if not begins or (all(key.hosts == group.hosts for key in read) and all(started for started, _ in readable_by)):
+    if not begins or (all(key.hosts == group.hosts for key in read) and all(started for started, _ in shown)):
         return None  # killed before all had their first
     last = max(begins)
     reader, host = lacks[last][0]
