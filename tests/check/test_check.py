@@ -72,7 +72,7 @@ def test_without_a_gpu_it_says_so_and_checks_the_rest(quick, capsys, monkeypatch
         (["--store", "file"], "--store file: "),
         (["--store", "/proc"], "--store /proc "),
         (["--report", "no/where.json"], "--report no/where.json: "),
-        (["--fast"], "--fast"),
+        (["--fast"], "fast"),
         (["--store"], "--store"),
     ],
 )

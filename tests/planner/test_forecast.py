@@ -95,19 +95,14 @@ def test_inputs_that_no_memory_holds_are_counted_on_the_drive():
     assert f.step.ssd_written > inputs == f.step.swapped
     tight = replace(f, machine=replace(f.machine, ssd=f.disk() - f.stored(), reserve=0))
     assert "short by" in disk_line(tight)
-    assert "fits" in disk_line(replace(tight, files=Files(existing=tight.stored()))), (
-        "a resumed run has its store already"
-    )
+    assert "fits" in disk_line(replace(tight, files=Files(existing=tight.stored()))), "a resumed run has its store"
 
 
 def test_the_best_weights_are_kept_in_ram_where_there_is_room():
     f = replace(RAM, files=Files(export=EXPORT, best=True))
     need = usage(f.geo, f.plan)
-    assert (RAM.best_copy, f.best_copy, replace(f, files=replace(f.files, exact=True)).best_copy) == (
-        0,
-        WEIGHTS,
-        WEIGHTS + 2 * PARAMETERS,
-    )
+    exact = replace(f, files=replace(f.files, exact=True))
+    assert [of.best_copy for of in (RAM, f, exact)] == [0, WEIGHTS, WEIGHTS + 2 * PARAMETERS]
     assert f.memory()[BEST] == {"gpu": 0, "ram": WEIGHTS, "ssd": 0}
     tight = replace(f, limits=replace(f.limits, ram=need["ram"] + WEIGHTS - 1))
     cpu = replace(tight, machine=replace(tight.machine, rates=replace(tight.machine.rates, launch_overhead=0.0)))
