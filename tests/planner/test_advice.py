@@ -7,7 +7,7 @@ import pytest
 from plans import SEVEN_B
 
 from trireme.engine.plan import DoesNotFit, Limits, Plan
-from trireme.engine.planner.advice import Row, check_drive, elsewhere, faster
+from trireme.engine.planner.advice import Row, check_drive, faster
 from trireme.engine.planner.choose import first_plan
 from trireme.engine.planner.forecast import Files, Forecast, Work
 from trireme.engine.planner.lines import machine_lines
@@ -93,21 +93,6 @@ def test_as_much_more_ram_is_enough_for_the_larger_records_that_it_brings():
         planned(4 << 30)
     more = float(re.search(r"--ram by ([\d.]+) GiB", str(refusal.value))[1])
     assert planned(int((4 + more) * 2**30)).record > size(4 << 30)
-
-
-@pytest.mark.full
-def test_another_placement_is_told_where_it_pays():
-    """A drive that became slow: with enough steps left, and not with few."""
-    f = forecast("gpu=rtx4090,ram=64GiB,ssd=2x2TB@7/5")
-    usual = f.again()
-    assert elsewhere(usual, 10**6) is None, "it is the best"
-    by_rule = replace(
-        f, plan=f.plan.changed(range(SEVEN_B.n_units), weights="ssd", state="ssd", saved=(), update="cpu")
-    )
-    choice = elsewhere(by_rule, 10**6)
-    assert choice
-    assert choice.step.step_s < 0.9 * by_rule.step.step_s
-    assert elsewhere(by_rule, 1) is None
 
 
 @pytest.mark.parametrize(
