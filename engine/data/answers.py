@@ -25,7 +25,7 @@ SIGNS = {  # of labelled answers: good, bad
     **dict.fromkeys(("true", "1", "1.0", "yes", "good", "desirable", "chosen"), 1.0),
     **dict.fromkeys(("false", "0", "0.0", "-1", "-1.0", "no", "bad", "undesirable", "rejected"), -1.0),
 }
-MOST = 1000  # classes that are looked for
+MOST = 1000  # classes
 _HUMAN, _ASSISTANT = "\n\nHuman:", "\n\nAssistant:"  # of Anthropic's hh-rlhf
 _LIKELY = {  # columns that --map is advised for, if it then reads the row
     "instruction": ("question", "query", "problem", "prompt", "input", "user"),
@@ -149,9 +149,8 @@ def _unknown(row: Fields, among: Sequence[Form]) -> BadRow:
     known = "; ".join(", ".join(form.keys) for form in among)
     fault = f"no known form of a row: {seen}. Expected the keys {known}."
     names = "chosen=better,rejected=worse" if among is PAIRS else "instruction=question,output=answer"
-    shape = forms.shape_of(row)
-    ways = [] if shape else [_likely(row, form) for form in among]
-    return _Misnamed(fault, ways, shape or f" Rename columns, as in --map {names}.")
+    advice = forms.shape_of(row) or f" Rename columns, as in --map {names}."
+    return _Misnamed(fault, [_likely(row, form) for form in among], advice)
 
 
 def _likely(row: Fields, form: Form) -> dict[str, str]:
@@ -233,15 +232,12 @@ def _apart(context: list[Any], mine: list[Any], other: list[Any]) -> tuple[list[
     while same < min(len(mine), len(other)) - 1 and mine[same] == other[same]:
         same += 1
     shared, answer = mine[:same], mine[same:]
-    prompt, start = ([(role_of(m), _content(m)) for m in messages] for messages in (context, shared))
+    words = lambda message: (role_of(message), message.get("content") or message.get("value"))
+    prompt, start = map(words, context), [*map(words, shared)]
     before = shared if all(turn in start for turn in prompt) else [] if shared else context
     if not before or not (shared or role_of(answer[0]) in (*forms.ANSWERING, "")):
         raise BadRow("'chosen' and 'rejected' do not begin with the prompt, or with one message that both have")
     return before, answer
-
-
-def _content(message: Any) -> Any:
-    return (message.get("content") or message.get("value")) if isinstance(message, dict) else None
 
 
 def _alpaca_pair(row: Fields) -> list[Example]:
@@ -304,8 +300,6 @@ def labels_in(rows: Iterable[Any], renames: Mapping[str, str], named: Sequence[s
         value = forms.normal(row, renames, False).get("label") if isinstance(row, dict) else None
         with suppress(BadRow):  # said when it is read, if there are others
             words |= set() if value in EMPTY else {_word(value)}
-        if len(words) > MOST:
-            break
     if named and words <= classes_of(named).keys() | {"-1"}:
         return tuple(named)
     names = sorted(words, key=int) if all(map(_WHOLE.fullmatch, words)) else sorted(words)
@@ -313,8 +307,6 @@ def labels_in(rows: Iterable[Any], renames: Mapping[str, str], named: Sequence[s
     odd = [name for name in names if "," in name or name != name.strip()]
     if odd or not 2 <= len(words) <= MOST:
         few = ", ".join(map(shown, (odd or names)[:4])) or "none"
-        raise InputError(
-            f"the column 'label' has {len(words):,} classes ({few}); expected 2 to {MOST:,}, without commas or spaces "
-            "around. Name your column: --map label=YOURS; or the classes: --labels A,B."
-        )
+        what = f"the column 'label' has {len(words):,} classes ({few}), expected 2 to {MOST:,} without commas"
+        raise InputError(f"{what}. Name your column: --map label=YOURS; or the classes: --labels A,B.")
     return tuple(f"LABEL_{name}" if counted else name for name in names)

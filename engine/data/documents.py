@@ -122,29 +122,21 @@ def fit(rows: np.ndarray, files: Sequence[TokenFile], seq_len: int, long: str | 
     pieces["goes_on"] = splits[document] & (start + length < documents["length"][document])
     keep = np.ones(len(pieces), bool)
     for i in np.flatnonzero(np.repeat(longer & ~text, width)[document]):
-        keep[i] = _learns(pieces[i], files)
+        file, first, n_tokens, goes_on, _ = pieces[i].tolist()
+        keep[i] = decode(files[file].read(first + 1, first + n_tokens + goes_on))[1].any()
     whole: np.ndarray = np.asarray(keep.reshape(-1, width).all(1))
     lost, n_split = int((~whole & ~split[document[::width] // width]).sum()), int(split.sum())
     dropped = n_longer if long == "drop" else 0
     fitted, alike = pieces.reshape(-1, width)[whole], 0
     if width > 1:
         tokens = lambda piece: files[piece["file"]].read(int(piece["start"]), int(piece["start"] + piece["length"]))
-        same = fitted[fitted["length"][:, 0] == fitted["length"][:, 1]]
-        alike = sum(np.array_equal(tokens(good), tokens(other)) for good, other in same)
+        alike = sum(np.array_equal(tokens(a), tokens(b)) for a, b in fitted if a["length"] == b["length"])
     return Fitted(fitted, n, n_longer, n_split, dropped, lost, unlearnable, alike, longest)
 
 
 def is_text(file: TokenFile) -> bool:
     """Whether all its rows are running text."""
     return [*file.meta["forms"]] == ["text"]
-
-
-def _learns(piece: np.void, files: Sequence[TokenFile]) -> bool:
-    """Whether any token of a piece is trained."""
-    start = int(piece["start"])
-    stop = start + int(piece["length"]) + bool(piece["goes_on"])
-    _, trained = decode(files[piece["file"]].read(start + 1, stop))
-    return bool(trained.any())
 
 
 def packed(pieces: np.ndarray, room: int, together: bool, scored: bool) -> tuple[np.ndarray, np.ndarray]:

@@ -74,10 +74,9 @@ def find(text: str) -> Sources:
     path = Path(name)
     if path.is_dir():
         return _folder(path, weight)
-    if glob.has_magic(name) and not path.exists():
-        files, others = _sift(Path(path.anchor), str(path.relative_to(path.anchor)))
-        return Sources(_sources(files, name, weight), [], _unread(name, [], others))
-    return Sources(_sources([path], name, weight), [], [])
+    magic = glob.has_magic(name) and not path.exists()
+    files, others = _sift(Path(path.anchor), str(path.relative_to(path.anchor))) if magic else ([path], Counter())
+    return Sources(_sources(files, name, weight), [], _unread(name, [], others))
 
 
 def weighed(text: str) -> tuple[str, float]:
@@ -86,7 +85,7 @@ def weighed(text: str) -> tuple[str, float]:
     path, weight = (match[1], float(match[2])) if match and not Path(text).exists() else (text, 1.0)
     if not text or not 0 < weight <= MOST_WEIGHT:
         raise InputError(
-            f"--data {text!r}: expected FILE, or FILE:WEIGHT with a weight above 0, at most {MOST_WEIGHT:,}."
+            f"--data {text!r}: expected FILE, or FILE:WEIGHT, with a weight above 0 and at most {MOST_WEIGHT:,}."
         )
     return path, weight
 

@@ -166,13 +166,6 @@ def string(row: Mapping[str, Any], key: str, default: str | None = None) -> str:
     return value
 
 
-def filled(text: str, what: str) -> str:
-    """The text. Raises BadRow if it is blank."""
-    if not text.strip():
-        raise BadRow(f"{what} is empty")
-    return text
-
-
 # ---------------------------------------------------------------- conversations
 
 
@@ -187,8 +180,7 @@ def talk(row: Fields, prompt: Any, answer: Any, column: str) -> Chat:
     after = [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
     ends = [role_of(turns[-1]) if turns else "" for turns in (before, after)]
     if ends[0] in ANSWERING or (after and ends[1] not in ANSWERING):
-        what = f"the prompt ends with the role {ends[0]!r}, {column!r} with {ends[1]!r}"
-        raise BadRow(f"{what}; expected a prompt, and the assistant's answer as one message behind it")
+        raise BadRow(f"the prompt ends with {ends[0]!r}, {column!r} with {ends[1]!r}, expected user and then assistant")
     return _chat(row, [("prompt", before, False), (column, after, True)])
 
 
@@ -199,7 +191,7 @@ def messages_of(row: Mapping[str, Any], column: str) -> list[Any]:
     if lists and all(isinstance(cells, list) for cells in lists) and len({*map(len, lists)}) == 1:
         value = [dict(zip(value or {}, cells, strict=True)) for cells in zip(*lists, strict=True)]
     value = [value] if is_message(value) else value
-    if not isinstance(value, list) or not value:
+    if not isinstance(value, list) or not value or not all(isinstance(turn, dict) for turn in value):
         raise BadRow(f"{column!r} is {kind_of(value)}, expected a list of {{role, content}}, or that as JSON")
     return value
 
@@ -226,8 +218,7 @@ def _chat(row: Fields, columns: Sequence[tuple[str, list[Any], bool]], answered:
             raise BadRow("has a 'system' column and a system message. Leave the column out: --map unused=system")
     answers = [message for message in conversation if message["role"] == "assistant"]
     if answered and not any(map(_says, answers if len(columns) == 1 else answers[-1:])):
-        roles = ", ".join(dict.fromkeys(message["role"] for message in conversation))
-        raise BadRow(f"nothing to train on: {columns[-1][0]!r} has no words of the assistant (messages are of {roles})")
+        raise BadRow(f"nothing to train on: {columns[-1][0]!r} has no words of the assistant")
     for message in answers:
         if not _says(message):
             message["train"] = False  # learning to say nothing is not meant
@@ -255,12 +246,14 @@ def _says(message: Fields) -> bool:
 
 
 def _text(row: Fields) -> Text:
-    return Text(filled(string(row, "text"), "'text'"))
+    return completion("", string(row, "text"), "'text'")
 
 
 def completion(prompt: str, answer: str, name: str = "'completion'") -> Text:
     """A prompt and its completion, joined as they are. Raises BadRow."""
-    return Text(prompt + filled(answer, name), len(prompt))
+    if not answer.strip():
+        raise BadRow(f"{name} is empty")
+    return Text(prompt + answer, len(prompt))
 
 
 def _prompt_completion(row: Fields) -> Example:
@@ -285,19 +278,18 @@ def alpaca(row: Fields) -> Chat:
     texts = lambda pair: isinstance(pair, list) and [*map(type, pair)] == [str, str]
     if not isinstance(history, list) or not all(map(texts, history)):
         raise BadRow("'history' is not a list of [question, answer] pairs")
-    pairs = [*history, ["\n".join(part for part in (task, context) if part), filled(answer, "'output'")]]
-    roles = ({"role": "user"}, {"role": "assistant"})
-    turns = [role | {"content": text} for pair in pairs for role, text in zip(roles, pair, strict=True)]
-    result = _chat(row, [("output", turns, True)])
-    if history or any(row.get(key) for key in TALK):
-        return result
     source = ", paired with an input that provides further context" if context else ""
     block = f"### Input:\n{context}\n\n" if context else ""
     prompt = (  # Stanford Alpaca's, for models without a chat template
         f"Below is an instruction that describes a task{source}. Write a response that appropriately completes the "
         f"request.\n\n### Instruction:\n{task}\n\n{block}### Response:\n"
     )
-    return result._replace(plain=completion(prompt, answer))
+    plain = completion(prompt, answer, "'output'")
+    pairs = [*history, ["\n".join(part for part in (task, context) if part), answer]]
+    roles = ({"role": "user"}, {"role": "assistant"})
+    turns = [role | {"content": text} for pair in pairs for role, text in zip(roles, pair, strict=True)]
+    is_single = not history and not any(row.get(key) for key in TALK)
+    return _chat(row, [("output", turns, True)])._replace(plain=plain if is_single else None)
 
 
 def _ids(row: Fields) -> Ids:
@@ -335,8 +327,8 @@ def _whole(row: Fields, key: str, n: int = 0, flags: bool = False) -> list[int]:
     kinds = {*map(type, values)} if isinstance(values, list) else {type(None)}
     right = kinds <= ({int, bool} if flags else {int}) and not (flags and not {*values} <= {0, 1})
     if not values or not right or len(values) != (n or len(values)):
-        what = "a list of 0 and 1" if flags else "a list of whole numbers"
-        raise BadRow(f"{key!r} is {kind_of(values)}, expected {what}{f', {n} as in input_ids' if n else ''}")
+        what = f"a list of {f'{n} ' if n else ''}whole numbers{', 0 or 1' if flags else ''}"
+        raise BadRow(f"{key!r} is {kind_of(values)}, expected {what}")
     return values
 
 

@@ -131,8 +131,7 @@ def _is_trained(message: Fields, where: str) -> bool:
     for key in [key for key in (*LEARNED, *MASKED) if key in message]:
         value, masks = message.pop(key), key in MASKED
         if not isinstance(value, bool if masks else (bool, int, float)) or value not in (0, 1):
-            expected = "true (not learned) or false" if masks else "0 or 1"
-            raise BadRow(f"{where}: {key!r} is {value!r}, expected {expected}")
+            raise BadRow(f"{where}: {key!r} is {value!r}, expected {'true or false' if masks else '0 or 1'}")
         trained = trained and bool(value) != masks
     return trained
 

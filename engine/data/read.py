@@ -97,6 +97,7 @@ def check_file(path: Path, piped: bool = False) -> None:
     """Raises InputError if a file cannot be opened, is empty, or is not what its name says. `piped`: what standard
     input held is there.
     """
+    name = STDIN if piped else str(path)
     if path.exists() and not path.is_file():
         raise InputError(f"{path} is not a regular file. Pipe it into standard input: --data -.")
     try:
@@ -104,8 +105,8 @@ def check_file(path: Path, piped: bool = False) -> None:
             line = file.readline(1 << 20)
     except OSError as error:
         raise InputError(f"{path}: {error.strerror}. Correct the path.") from None
-    if fault := _foreign(line, STDIN if piped else str(path), "" if piped else path.suffix.lower()):
-        raise InputError(f"{STDIN if piped else path} {fault}.")
+    if fault := _foreign(line, name, "" if piped else path.suffix.lower()):
+        raise InputError(f"{name} {fault}.")
     if not piped and file_kind(path) not in KINDS:
         raise InputError(f"{path}: unknown kind of data. Expected {', '.join(KINDS)}, or {', '.join(PACKINGS)} of one.")
 
@@ -172,7 +173,7 @@ def _fault(error: ValueError | RecursionError) -> str:
         return f"is not UTF-8 (byte {error.start}); if all of the file is in one encoding, iconv converts it"
     if isinstance(error, json.JSONDecodeError):
         return f"is not JSON ({error.msg} at character {error.pos + 1})"
-    return "is nested too deeply" if isinstance(error, RecursionError) else str(error)
+    return "is nested too deeply" if isinstance(error, RecursionError) else str(error).split(";")[0]
 
 
 def _object(value: object) -> Fields | BadRow:
@@ -206,8 +207,6 @@ def json_lines(file: BinaryIO) -> Iterator[Row]:
 
 
 def _json_line(line: bytes) -> Fields | BadRow:
-    if b"\0" in line:
-        return BadRow("holds NUL bytes: damaged, or not UTF-8")
     try:
         return _object(json_of(line.decode()))
     except (ValueError, RecursionError) as error:

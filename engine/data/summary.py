@@ -21,16 +21,8 @@ LISTED = 12  # files
 WARNING = "warning: "  # begins notes of what is likely wrong
 _LEARNED = {  # what is trained and perhaps not meant: count, noun, note
     "early": ("row", "{} with an end token inside the trained text: the model learns to stop there"),
-    "thoughtless": (
-        "answer",
-        "an empty thought is trained at the beginning of {}; if the template reads it, --chat-template-kwargs "
-        "'{{\"enable_thinking\": false}}' makes it context",
-    ),
-    "spaced": (
-        "prompt",
-        "the space at the end of {} becomes part of the answer's first token, which servers do not see so: move it to "
-        "the answer",
-    ),
+    "thoughtless": ("answer", "{} with an empty thought; try --chat-template-kwargs '{{\"enable_thinking\": false}}'"),
+    "spaced": ("prompt", "{} with a space at the end, which the answer's first token takes: move it to the answer"),
 }
 
 

@@ -26,7 +26,8 @@ def csv_rows(path: Path, file: BinaryIO, tabs: bool) -> Iterator[Row]:
     A cell with nan, which pandas writes for absent values, is null.
     """
     csv.field_size_limit(ROW)
-    lines = _lines(path, io.TextIOWrapper(file, encoding="utf-8-sig", newline=""))
+    stream = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
+    lines = iter(lambda: stream.readline(ROW), "")
     first = next(lines, "")
     named = re.fullmatch(r"\"?sep=(.)\"?\r?\n", first)
     first = next(lines, "") if named else first
@@ -48,14 +49,6 @@ def csv_rows(path: Path, file: BinaryIO, tabs: bool) -> Iterator[Row]:
                 yield Row(number(), dict(zip(header, values, strict=True)))
     except csv.Error as error:
         raise InputError(f"{path} line {number()} is not CSV: {error}. Is a quotation mark missing?") from None
-
-
-def _lines(path: Path, stream: io.TextIOWrapper) -> Iterator[str]:
-    """Lines, and of longer ones than any row parts, which have another number of cells."""
-    while line := stream.readline(ROW):
-        if "\0" in line:
-            raise InputError(f"{path} holds NUL bytes: is it text?")
-        yield line
 
 
 def _unquoted(cells: list[str]) -> list[str]:

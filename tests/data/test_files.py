@@ -57,7 +57,7 @@ TABLE = [  # name, bytes, rows (None: a bad one) or a word of the fault
     ("a.csv", b"text,n\na,1\na,1,2\ntext,n\n", [{"text": "a", "n": "1"}, None, None]),
     ("a.csv", b'text\n"a\nb\n', "quotation"),
     ("a.csv", b"text,text\na,b\n", "twice"),
-    ("a.csv", b"text\na\0b\n", "NUL"),
+    ("a.csv", b"text\na\0b\n", [{"text": "a\0b"}]),
     ("a.tsv", b'text\tn\n"a, b\t1\nc"\t2\n', [{"text": '"a, b', "n": "1"}, {"text": 'c"', "n": "2"}]),
     ("a.tsv", b'text\tn\n"a ""q"""\t1\n', [{"text": 'a "q"', "n": "1"}]),
     ("a.tsv", b"text,n\na,1\n", [{"text": "a", "n": "1"}]),
