@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from trireme.kernels import ops
 from trireme.models.branch import add_matmul
 from trireme.models.families.experts import Experts
 from trireme.models.families.scans import Scan
@@ -23,7 +24,7 @@ from trireme.models.layers import Attention, Layer, Mlp
 from trireme.models.lora import dropping
 from trireme.models.mixers import attention, scan
 from trireme.models.mlps import experts, mlp
-from trireme.models.norm import Norm, norm, norm_backward
+from trireme.models.norm import Norm, Stats, bare_weight, norm, norm_backward
 from trireme.models.reader import Reader
 from trireme.models.rows import Pass
 from trireme.models.sizes.shapes import saved_of
@@ -70,6 +71,7 @@ def forward(
     p: Pass, w: LayerWeights, x: Tensor, out: Tensor, mixing: Mixing = (), passed: experts.Passed | None = None
 ) -> None:
     """Fills out (N, D) and every tensor of p.saved, given x (N, D). `passed`: of slices of experts (experts.py)."""
+    x, _ = _entered(p, x)
     resid = p.saved.get("resid", out) if w.mixers else x
     for i, (spec, mixer) in enumerate(zip(p.layer.mixers, w.mixers, strict=True)):
         attend = mixing[i] if mixing else None
@@ -90,6 +92,7 @@ def backward(
     passed: experts.Passed | None = None,
 ) -> None:
     """Fills dx (N, D) and adds to g, given dy (N, D); recomputes what is not in p.saved."""
+    raw, (x, stats) = x, _entered(p, x)
     results: list[Any] = []  # of each mixer, which its backward takes and frees
     resid = x
     if w.mixers and w.mlps and not p.layer.parallel:
@@ -100,6 +103,13 @@ def backward(
     for i, (spec, mixer, grad) in enumerate(zip(p.layer.mixers, w.mixers, g.mixers, strict=True)):
         d_branch = dy if p.layer.parallel else dresid
         MODULES[type(spec)].backward(p, spec, mixer, grad, x, d_branch, dx, dresid if i == 0 else dx, results)
+    if stats is not None:
+        ops.norm_bwd(dx[:, None], raw[:, None], bare_weight(x.shape[1], x), stats, ops.RMS, dx[:, None])
+
+
+def _entered(p: Pass, x: Tensor) -> tuple[Tensor, Stats | None]:
+    """(the layer's input, by a norm without weights if it has one, and the norm's statistics)."""
+    return norm(x, Norm(bare_weight(x.shape[1], x)), p.layer.eps) if p.layer.entry else (x, None)
 
 
 def _residual(p: Pass, w: LayerWeights, x: Tensor, results: list[Any]) -> Tensor:
@@ -144,7 +154,7 @@ def _feed(t: Tile, out: Tensor, onto: Tensor) -> None:
     if t.w.post is not None:
         total = t.p.saved.get("mlp_branch")
         total = _sum_(t, torch.zeros_like(t.x) if total is None else total.zero_())
-        add_matmul(1.0, t.p.layer.eps, onto, total, t.w.post, out)
+        add_matmul(1.0, t.p.layer.post_eps, onto, total, t.w.post, out)
         return
     for spec, mlp_ in zip(t.p.layer.mlps, t.w.mlps, strict=True):
         MODULES[type(spec)].forward(t.p, spec, mlp_, t.x, out, onto, *t.passed)
@@ -188,7 +198,7 @@ def _feed_backward(t: Tile, g: LayerWeights, dy: Tensor, dx: Tensor | None) -> T
     if total is None:  # experts have counted their loads in forward
         again = t._replace(p=t.p._replace(rows=t.p.rows._replace(load=None)))
         total = _sum_(again, torch.zeros_like(t.x))
-    _, stats = norm(total, t.w.post, t.p.layer.eps)
+    _, stats = norm(total, t.w.post, t.p.layer.post_eps)
     d_total, d = norm_backward(dy, total, t.w.post, stats, g.post), dy
     del total
     for i, (spec, mlp_, grad) in enumerate(zip(t.p.layer.mlps, t.w.mlps, g.mlps, strict=True)):

@@ -71,7 +71,8 @@ def embed_weights(cfg: ModelConfig, views: dict[str, Tensor]) -> EmbedWeights:
 def head_weights(cfg: ModelConfig, views: dict[str, Tensor]) -> HeadWeights:
     """From the unit's tensors by Hugging Face name."""
     name = cfg.names.final_norm
-    weights = Norm(views[f"{name}.weight"], views.get(f"{name}.bias"), cfg.family.add_one)
+    add_one = cfg.family.add_one and not cfg.family.plain_end
+    weights = Norm(views[f"{name}.weight"], views.get(f"{name}.bias"), add_one)
     return HeadWeights(weights, None if cfg.tied else views[output_name(cfg)])
 
 

@@ -116,6 +116,8 @@ class Layer:
     mlp_names: MlpNames = MlpNames()
     norm: Literal["rms", "rms + 1", "layer"] = "rms"
     parallel: bool = False  # mixers and MLPs read one input
+    entry: bool = False  # its input, also the residual, is that of the model, by a norm without weights
+    own_post_eps: float = 0.0  # of norms behind mixers and MLPs; 0: eps
     in_out: bool = False  # matrices are stored (in, out), not (out, in)
 
     __hash__ = hash_once  # counts and layouts are kept by layer
@@ -137,6 +139,11 @@ class Layer:
         return next((m for m in self.mlps if isinstance(m, Experts)), None)
 
     @property
+    def post_eps(self) -> float:
+        """Of norms behind mixers and MLPs."""
+        return self.own_post_eps or self.eps
+
+    @property
     def whole(self) -> bool:
         """Whether it cannot be divided into two sub-layers."""
         return self.parallel or not (self.mixers and self.mlps)
@@ -154,7 +161,7 @@ class Layer:
     @cached_property
     def feeding(self) -> Layer:
         """Its second half."""
-        return replace(self, mixers=(), mixer_names=MixerNames())
+        return replace(self, mixers=(), mixer_names=MixerNames(), entry=False)
 
     @cached_property
     def form(self) -> Layer:

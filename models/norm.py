@@ -53,6 +53,12 @@ def norm(
     return y[:, 0], stats
 
 
+def bare_weight(width: int, like: Tensor) -> Tensor:
+    """The weight (width,) of a norm that has none, in fp32, or in fp64 as `like`."""
+    dtype = torch.float32 if like.dtype != torch.float64 else like.dtype
+    return torch.ones(width, dtype=dtype, device=like.device)
+
+
 def norm_for(
     layer: Linear,
     x: Tensor,

@@ -24,7 +24,7 @@ MOST_FILES = 17  # in a folder of the product
 # Those with a second number are above it, which is where they have to go: until then they may not grow.
 BUDGETS = {
     "kernels/**": 8201,
-    "models/**": 8966,
+    "models/**": 9025,
     "storage/**": 3250,
     "engine/*.* engine/queues/**": 5400,
     "engine/planner/**": 3850,
@@ -33,7 +33,7 @@ BUDGETS = {
     "engine/data/**": 4294,  # 4300
     "engine/tuning/**": 2262,  # 2188
     "engine/run/**": 5713,  # 5020
-    "scripts/**": 2958,
+    "scripts/**": 2959,
     "tests/**": 25660,  # 25044
 }
 MOST_LINES_OF_PROSE = 3200  # README, docs and the other pages

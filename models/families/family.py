@@ -55,9 +55,12 @@ class Family:
     spelled: dict[str, str] = field(default_factory=lambda: SPELLED)
     layer_norm: bool = False  # LayerNorms with a bias, not RMSNorms
     add_one: bool = False  # norms multiply by 1 + weight
+    plain_end: bool = False  # but for the last one
+    entry_norm: bool = False  # embeddings pass a norm without weights
+    post_eps_key: str = ""  # eps of norms behind mixers and MLPs, 1e-8 by default; "": that of the others
     gated: bool = True  # otherwise an activation between two matmuls
     acts: tuple[str, ...] = SILU  # the first is the default
-    qk_norm: Literal["", "head", "width"] = ""  # norms of q and k: per head, or over all
+    qk_norm: Literal["", "head", "width", "bare"] = ""  # norms of q and k: per head, over all, per head without weights
     qk_norm_key: str = ""  # key that says whether there are such norms; "": there are
     rope_first: bool = False  # q and k are rotated before their norms
     rotary: bool = True
@@ -76,6 +79,7 @@ class Family:
     local_theta: float | None = None  # theta of layers with a window; None: one rope for all layers
     local_theta_key: str = ""  # "": none
     thetas: bool = False  # reads layer_rope_theta, a number for each layer; 0: no rope
+    one_theta: bool = False  # any other number there stands for rope's theta
     nested: bool = False  # rope is described in rope_parameters alone, for each kind of layers
     original: int | None = None  # original_max_position_embeddings, outside rope's parameters
     kv_heads: int | None = None  # None: one for each query head
@@ -95,17 +99,19 @@ class Family:
     period: int = 0  # of "pattern": every period-th layer has no window; 0: all have
     period_key: str = ""  # "": none
     first: bool = False  # the first layer of a period, not the last, has no window
+    last: bool = False  # periods are counted from the last layer, which has no window
     begins: bool = False  # nor has the first layer of all
     ends: bool = False  # nor have the first two layers and the last; a period's one is its second (Flint)
     above: int = 0  # default of max_window_layers, of "above" and of "pattern"; 0: not read
     listed_type: str = ""  # model_type as which transformers reads a config.json with layer_types
     aliases: dict[str, str] = field(default_factory=dict)  # other names of keys -> those that are read
     # no_rope_layers; layers without window, with a sliding_window or always; all: by a key, without theta, always
-    unrotated: Literal["", "listed", "full", "global", "typed", "null", "all"] = ""
+    unrotated: Literal["", "listed", "full", "global", "last", "typed", "null", "all"] = ""  # last: by `last`
     scaled: bool = False  # reads scales of embedding, attention, branches, logits
     multiplied: bool = False  # reads Falcon-H1's factors of embedding, keys, attention, MLP, logits
     caps: dict[str, float | None] = field(default_factory=dict)  # keys of soft caps that are read -> defaults
     query_scale: bool = False  # attention's scale is query_pre_attn_scalar ** -0.5
+    factors: tuple[str, str] = ("", "")  # keys of factors of scores, beside dim ** -0.5, and of logits; "": none
     embed_root: bool = False  # the embedding's factor is sqrt(width)
     embed_root_key: str = ""  # key that says whether it is; "": none
     experts: ExpertKeys | None = None  # in place of the MLP

@@ -51,7 +51,7 @@ def ropes_of(
         return [replace(rope, width=latent.rope, pairs=pairs)] * layers
     rope, local = (replace(each, width=each.width or head_dim) for each in (rope, local))
     if family.thetas and keys.raw.get("layer_rope_theta") is not None:
-        return _by_theta(keys, rope, [bool(window) for window in found])
+        return _by_theta(keys, family, rope, layers)
     bare = _unrotated(keys, family, found)
     return [None if i in bare else local if window else rope for i, window in enumerate(found)]
 
@@ -61,6 +61,8 @@ def _unrotated(keys: Keys, family: Family, found: list[int]) -> tuple[int, ...]:
     layers = len(found)
     if family.unrotated == "listed":
         return unrotated_layers(keys, layers)
+    if family.unrotated == "last":
+        return tuple(i for i in range(layers) if (layers - 1 - i) % family.period == 0)
     if family.unrotated == "global":
         return tuple(i for i, window in enumerate(found) if not window)
     if family.unrotated == "full":
@@ -80,13 +82,14 @@ def _without_theta(keys: Keys) -> bool:
     return holder.get("rope_theta", 0) is None
 
 
-def _by_theta(keys: Keys, rope: Rope, windowed: list[bool]) -> list[Rope | None]:
+def _by_theta(keys: Keys, family: Family, rope: Rope, layers: int) -> list[Rope | None]:
     """Ropes by layer_rope_theta, a number for each layer; 0 for no rope."""
-    name, layers = "layer_rope_theta", len(windowed)
+    name = "layer_rope_theta"
     thetas = keys.raw[name]
     if not isinstance(thetas, list) or len(thetas) != layers or not all(is_number(t) or t == 0 for t in thetas):
         raise keys.error(name, f"a list of {layers} numbers, none of them negative")
-    return [replace(rope, theta=float(theta)) if theta else None for theta in thetas]
+    own = lambda theta: rope if family.one_theta else replace(rope, theta=float(theta))
+    return [own(theta) if theta else None for theta in thetas]
 
 
 class Scales(NamedTuple):
@@ -122,10 +125,13 @@ def scales_of(keys: Keys, family: Family, width: int, head_dim: int) -> Scales:
         if name not in family.caps or keys.raw.get(name, family.caps[name]) is None  # null: none
         else keys.number(name, family.caps[name])
     )
+    of_scores, of_logits = family.factors
+    scores = keys.number("query_pre_attn_scalar", 256.0) ** -0.5 if family.query_scale else 0.0
     return Scales(
         attention=keys.number(family.value_scale_key, 0.707, 1.0) if family.value_scale_key else 1.0,
         embed=width**0.5 if family.embed_root or _flagged(keys, family.embed_root_key) else 1.0,
-        scores=keys.number("query_pre_attn_scalar", 256.0) ** -0.5 if family.query_scale else 0.0,
+        scores=head_dim**-0.5 * keys.number(of_scores, 3.87) if of_scores else scores,
+        logits=keys.number(of_logits, 26**-0.5) if of_logits else 1.0,
         scores_cap=cap(OF_SCORES),
         logits_cap=cap(OF_LOGITS),
     )
@@ -210,7 +216,8 @@ def layers_of(keys: Keys, family: Family, width: int, layers: int, heads: int, p
     kinds = keys.raw[BLOCK_TYPES] if family.single else [""] * layers
     eps, norm = keys.number(family.spelled["eps"], family.eps), _norm_of(family)
     parallel = family.parallel and keys.flag("use_parallel_residual", True)
-    made = []
+    post_eps = keys.number(family.post_eps_key, 1e-8) if family.post_eps_key else 0.0
+    made: list[Layer] = []
     for attention, own, scan, kind in zip(attentions, experts, scans, kinds, strict=True):
         mixers: tuple[Attention | Scan, ...] = (attention,)
         if scan:
@@ -221,7 +228,10 @@ def layers_of(keys: Keys, family: Family, width: int, layers: int, heads: int, p
         if family.local_sinks and not attention.window:
             of_mixers = replace(of_mixers, sinks="")
         of_mlp = names.mlp if own or not family.experts else family.dense
-        whole = Layer(width, eps, mixers, (mlp,), of_mixers, of_mlp, norm, parallel, family.names.in_out)
+        whole = Layer(
+            width, eps, mixers, (mlp,), of_mixers, of_mlp, norm, parallel, family.entry_norm and not made, post_eps,
+            family.names.in_out,
+        )  # fmt: skip
         made.append(whole if not kind else whole.feeding if kind in KINDS_OF_MLP else whole.mixing)
     return tuple(made)
 

@@ -21,7 +21,6 @@ KNOWN = {  # (what they have, the nearest that is supported) -> their model type
     ("sparse attention with an indexer of its keys", "deepseek_v3"): ("deepseek_v4 hy_v4 hy_v4_vl mistral_large4 axk2"),
     ("sparse attention with an indexer of its keys, and images", "minimax_m2"): "minimax_m3_vl minimax_m3_vl_text",
     ("a gate on the result of attention, and experts", "afmoe"): "step3p7",
-    ("a gate on the result of attention", "llama"): "muse_glimmer",
     ("embeddings for each layer, and layers that share keys and values", "gemma3"): "gemma3n gemma3n_text",
     ("attention in chunks, and experts with scaled inputs", "qwen3_moe"): "llama4 llama4_text",
     ("norms behind the branches together with experts", "olmoe"): "flex_olmo",
@@ -68,6 +67,7 @@ def why_not(model_type: object, supported: tuple[str, ...]) -> str:
 WITHOUT_SCORES = frozenset({
     "olmoe", "granite", "granitemoe", "granitemoehybrid", "granite_swa", "bamba", "falcon_h1", "nemotron_h",
     "olmo_hybrid", "gemma4_text", "flint", "afmoe", "kolibri1", "laguna", "mimo_v2_flash", "lara_mini",
+    "muse_glimmer_text",
     "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "solar_open", "dots1", "minimax_m2", "exaone_moe", "hy_v3", "mellum",
     "ernie4_5", "ernie4_5_moe", "cwm", "qwen3_5_moe_text", "qwen3_vl_text", "qwen3_vl_moe_text", "qwen2_5_vl_text",
     "qwen2_vl_text", "glm4v_text", "glm4v_moe_text", "deepseek_v32", "youtu", "iquestcoder", "jais2", "vaultgemma",

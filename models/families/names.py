@@ -292,6 +292,7 @@ BEFORE_MLP = SPLIT.changed(mlp=dict(norm="pre_feedforward_layernorm"))
 BOTH = SPLIT.changed(
     dict(post="post_attention_layernorm"), dict(norm="pre_feedforward_layernorm", post="post_feedforward_layernorm")
 )
+GATED_BOTH = BOTH.changed(dict(qkv=_GATE_PROJ["qkv"]))
 POST = BOTH.changed(dict(norm=""), dict(norm=""))
 POST_DELTA = POST.changed(
     _recurrence("linear_attn", tuple(f"{part}_proj" for part in "qkvgba"), "o_proj", "o_norm")

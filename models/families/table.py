@@ -214,6 +214,14 @@ FAMILIES = {
         only={"use_bidirectional_attention": (None, False, "vision"),  # vision: of images' tokens
               "attention_bias": (None, False)},
     ),
+    "muse_glimmer_text": Family(
+        "Muse Glimmer 30B",
+        names=names.GATED_BOTH, spelled=SPELLED | dict(act="hidden_activation"), attention_gate="values",
+        add_one=True, plain_end=True, entry_norm=True, post_eps_key="post_norm_eps", eps=1e-5, qk_norm="bare",
+        factors=("qk_scale_factor", "output_multiplier"), caps={OF_LOGITS: 20.0}, vocab=202048, n_heads=32, kv_heads=2,
+        head_dim=128, ffn=19968, max_positions=131072, windows="pattern", window=2048, period=4, last=True,
+        thetas=True, one_theta=True, unrotated="last", only={"attention_bias": (None, False)}, inner=True,
+    ),
     "gemma": Family(
         "Gemma 1 (2B, 7B), CodeGemma",
         add_one=True, acts=(*GELU, EXACT_GELU), vocab=256000, n_heads=16, kv_heads=16, head_dim=256, max_positions=8192,
@@ -558,6 +566,13 @@ _GEMMA4 = Wrapper(
 WRAPPERS = {
     "gemma4": _GEMMA4,
     "gemma4_unified": _GEMMA4,
+    "muse_glimmer": Wrapper(
+        ("muse_glimmer_text",),
+        {"image_token_id": 200092, "video_token_id": 200091},
+        ("model.vision_tower.", "model.vision_adapter.", "model.vision_projection."),
+        tied="outside",
+        caps=True,
+    ),
     "gemma3": Wrapper(("gemma3_text",), {"image_token_index": 262144}, _LLAVA, behind=True),
     "mistral3": Wrapper(("mistral", "ministral3", "mistral4"), {"image_token_index": 10}, _LLAVA, behind=True),
     "kimi_k25": Wrapper(

@@ -78,6 +78,8 @@ def _usual_types(keys: Keys, family: Family, layers: int, window: int) -> list[s
     period = keys.count(family.period_key, family.period) if family.period_key else family.period
     if family.ends:
         return [GLOBAL if i < 2 or i % period == 1 or i == layers - 1 else LOCAL for i in range(layers)]
+    if family.last:
+        return [GLOBAL if (layers - 1 - i) % period == 0 else LOCAL for i in range(layers)]
     whole = [(i + (not family.first)) % period == 0 or family.begins and i == 0 for i in range(layers)]
     return [GLOBAL if own else LOCAL for own in whole]
 

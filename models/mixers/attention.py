@@ -29,7 +29,7 @@ from trireme.models.linear import (
     upstream,
 )
 from trireme.models.mixers import latent
-from trireme.models.norm import Norm, Stats, norm_for, normed_linear_backward
+from trireme.models.norm import Norm, Stats, bare_weight, norm_for, normed_linear_backward
 from trireme.models.reader import Reader
 from trireme.models.rows import Pass, rotate_
 
@@ -95,7 +95,7 @@ def forward(
     if spec.gate:
         attn_out = _gated(spec, attn_out, _gate(spec, qkv))
     del qkv, lse
-    add_branch(spec.factor, p.layer.eps, onto, attn_out, w.o, w.norm, w.post, out, p.saved.get("attn_branch"))
+    add_branch(spec.factor, p.layer.post_eps, onto, attn_out, w.o, w.norm, w.post, out, p.saved.get("attn_branch"))
 
 
 def backward(
@@ -139,10 +139,10 @@ def residual(p: Pass, spec: Attention, w: AttentionWeights, x: Tensor, out: Tens
     if w.post is None:
         if onto is x and copies(w.norm, w.post, w.o):
             out.copy_(x)
-        add_branch(spec.factor, p.layer.eps, onto, attn_out, w.o, w.norm, w.post, out)
+        add_branch(spec.factor, p.layer.post_eps, onto, attn_out, w.o, w.norm, w.post, out)
         return result
     branch = linear(attn_out, w.o) if result.branch is None else result.branch
-    add_matmul(spec.factor, p.layer.eps, onto, branch, w.post, out)
+    add_matmul(spec.factor, p.layer.post_eps, onto, branch, w.post, out)
     return result._replace(branch=branch)
 
 
@@ -151,7 +151,7 @@ def _backward_to_qkv(
 ) -> Tensor:
     """Gradient of qkv (N, Attention.qkv_width)."""
     inner = _gated(spec, result.out, result.heads.gate)
-    d_branch = branch_backward(spec.factor, p.layer.eps, dy, inner, w.o, w.post, g.post, result.branch)
+    d_branch = branch_backward(spec.factor, p.layer.post_eps, dy, inner, w.o, w.post, g.post, result.branch)
     d_o = upstream(d_branch, w.o, g.o)
     del d_branch
     add_gradients_(g.o, w.o, inner, d_o)
@@ -182,10 +182,11 @@ def _backward_to_qkv(
         rotate_(dq, rotation.query, p.rows, inverse=True)
         rotate_(dk, rotation.key, p.rows, inverse=True)
     q, k, v = _split(p.layer, spec, result.qkv)  # before the norms
-    _head_norm_backward_(dq, q, w.q_norm, result.heads.q_stats, g.q_norm, placed)
-    _head_norm_backward_(dk, k, w.k_norm, result.heads.k_stats, g.k_norm)
+    q_norm, k_norm = _norms(spec, w, q)
+    _head_norm_backward_(dq, q, q_norm, result.heads.q_stats, g.q_norm, placed)
+    _head_norm_backward_(dk, k, k_norm, result.heads.k_stats, g.k_norm)
     if result.heads.v_stats is not None:
-        ops.norm_bwd(dv, v, _ones(spec, v), result.heads.v_stats, ops.RMS, dv)
+        ops.norm_bwd(dv, v, bare_weight(spec.value_dim, v), result.heads.v_stats, ops.RMS, dv)
     if spec.values == "keys":
         dk.add_(dv)
     if spec.rotated_first:
@@ -220,22 +221,22 @@ def _heads(p: Pass, spec: Attention, w: AttentionWeights, qkv: Tensor) -> _Heads
     q, k, v = _split(p.layer, spec, qkv)
     gate, v_stats = _gate(spec, qkv) if spec.gate else None, None
     if spec.values != "own":
-        v, v_stats = ops.norm_fwd(v, _ones(spec, v), eps)
-    if w.q_norm is None or w.k_norm is None:
+        v, v_stats = ops.norm_fwd(v, bare_weight(spec.value_dim, v), eps)
+    q_norm, k_norm = _norms(spec, w, q)
+    if q_norm is None or k_norm is None:
         return _Heads(q, k, v, gate=gate)
-    q, q_stats = _head_norm(q, w.q_norm, eps)
-    k, k_stats = _head_norm(k, w.k_norm, eps)
+    q, q_stats = _head_norm(q, q_norm, eps)
+    k, k_stats = _head_norm(k, k_norm, eps)
     if not spec.rotated_first and rotation:
         rotate_(q, rotation.query, p.rows)
         rotate_(k, rotation.key, p.rows)
     return _Heads(q, k, v, q_stats, k_stats, gate, v_stats)
 
 
-def _ones(spec: Attention, like: Tensor) -> Tensor:
-    """The weights of a norm that has none."""
-    return torch.ones(
-        spec.value_dim, dtype=torch.float32 if like.dtype != torch.float64 else like.dtype, device=like.device
-    )
+def _norms(spec: Attention, w: AttentionWeights, like: Tensor) -> tuple[Norm | None, Norm | None]:
+    """The norms of queries and keys."""
+    bare = Norm(bare_weight(spec.dim, like)) if spec.norm == "bare" else None
+    return bare or w.q_norm, bare or w.k_norm
 
 
 def _gate(spec: Attention, qkv: Tensor) -> Tensor:
@@ -260,9 +261,9 @@ def _head_norm_backward_(
     d_: Tensor, x: Tensor, w: Norm | None, stats: Stats | None, g: Norm | None, into: Tensor | None = None
 ) -> None:
     """Replaces d_ (N, heads, d), the gradient of the norm's result, by that of x, or stores it in `into` if given."""
-    if w is not None and stats is not None and g is not None:
+    if w is not None and stats is not None:
         d_, x, into = (t.view(len(x), -1, len(w.weight)) for t in (d_, x, d_ if into is None else into))
-        ops.norm_bwd(d_, x, w.weight, stats, w.kind, into, if_trained(g.weight))
+        ops.norm_bwd(d_, x, w.weight, stats, w.kind, into, if_trained(g.weight) if g else None)
 
 
 def _attend(

@@ -171,7 +171,7 @@ def forward(
     del gate_up
     if w.post is not None:
         total = _total(p, spec, at, act, y, routes)
-        add_matmul(spec.factor, p.layer.eps, onto, total, w.post, out)
+        add_matmul(spec.factor, p.layer.post_eps, onto, total, w.post, out)
         return
     del y
     if w.latent_out is None:
@@ -290,7 +290,7 @@ def backward(
     if w.post is not None:
         total = saved.get("mlp_branch")
         total = _total(p, spec, w, _activation(spec, gate_up), y, routes) if total is None else total
-        dy = d_sum = branch_backward(spec.factor, p.layer.eps, dy, total, w.router, w.post, g.post, total)
+        dy = d_sum = branch_backward(spec.factor, p.layer.post_eps, dy, total, w.router, w.post, g.post, total)
         del total
     d_act, d_down = _down_backward(w, order, k, d_sum)
     d_gate_up, act, d_weights = _activation_backward(spec, d_act, gate_up, routes._replace(order=order))

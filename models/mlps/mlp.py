@@ -67,7 +67,7 @@ def forward(p: Pass, spec: Mlp, w: MlpWeights, x: Tensor, out: Tensor, onto: Ten
     del y
     act = _activation(spec, up, w)
     del up
-    add_branch(spec.factor, p.layer.eps, onto, act, w.down, w.norm, w.post, out, p.saved.get("mlp_branch"))
+    add_branch(spec.factor, p.layer.post_eps, onto, act, w.down, w.norm, w.post, out, p.saved.get("mlp_branch"))
 
 
 def backward(
@@ -122,7 +122,7 @@ def _branch_backward(p: Pass, spec: Mlp, w: MlpWeights, g: MlpWeights, dy: Tenso
     matmul = p.saved.get("mlp_branch")
     again = w.post is not None and matmul is None
     act: Operand = _activation(spec, up, w) if again else up  # unread unless recomputing
-    return branch_backward(spec.factor, p.layer.eps, dy, act, w.down, w.post, g.post, matmul)
+    return branch_backward(spec.factor, p.layer.post_eps, dy, act, w.down, w.post, g.post, matmul)
 
 
 def _activation(spec: Mlp, up: Tensor, w: MlpWeights) -> Operand:

@@ -54,6 +54,7 @@ MAKERS = {
     "poolside": "laguna",
     "Xiaomi": "mimo_v2_flash",
     "Translated": "lara_mini",
+    "Meta": "muse_glimmer_text",
     "JetBrains": "mellum",
     "Google": "gemma gemma2 gemma3_text gemma4_text vaultgemma",
     "Microsoft": "phi3",

@@ -4,6 +4,7 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
+import wrapped
 from engines import batches, check_same, final_weights, gpu_plan, make, small_stretches, train  # noqa: F401  autouse
 from tiny import CASES
 
@@ -16,6 +17,8 @@ pytestmark = pytest.mark.grid
 
 
 def config(case):
+    if case in wrapped.CASES:
+        return wrapped.either(case)[1]
     model_type, keys = CASES[case]
     return parse_config(keys | dict(model_type=model_type))
 
@@ -32,7 +35,7 @@ def in_one_memory(cfg):
 PLACED = (
     "phi3 window, longrope within", "smollm3", "granite", "olmo3", "ministral3 tied, window", "glm4", "qwen3 moe",
     "gpt oss", "flint", "glm4 moe", "minimax m2", "exaone moe", "hy v3", "afmoe", "kolibri1", "laguna",
-    "mimo v2 flash", "lara mini", "deepseek v3",
+    "mimo v2 flash", "lara mini", "muse glimmer", "deepseek v3",
     "deepseek v2, groups, queries without a latent, yarn", "qwen3.5", "qwen3 next", "olmo hybrid",
     "granite 4 hybrid with experts", "falcon h1", "gemma4 keys that are values", "gemma4, experts",
 )  # fmt: skip

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 
+import tiny
 import torch
 import transformers
 from tiny import DIALECTS, GEMMA4, GLM, HYBRID, HYBRID_EXPERTS, LATENT, LLAMA, MIXTURE, PLAIN, TYPES, YARN
+
+from trireme.models.config import parse_config
 
 SIGLIP = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2, image_size=28,
               patch_size=14)  # fmt: skip
@@ -25,6 +28,8 @@ SECTIONS = ROPE | dict(mrope_section=[2, 3, 3])  # of heads of 16
 FIFTHS = ROPE | dict(mrope_section=[1, 2, 2], mrope_interleaved=True)  # of 10
 EIGHTS = ROPE | dict(mrope_section=[1, 1, 0], mrope_interleaved=True, partial_rotary_factor=0.25)  # of 16
 UNTIED, TIED = dict(tie_word_embeddings=False), dict(tie_word_embeddings=True)
+MUSE = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2, patch_size=4,
+            pos_emb_height=4, pos_emb_width=4)  # fmt: skip
 CASES = {  # name -> (model_type, text_config, vision_config, other keys)
     "gemma3": ("gemma3", GEMMA, SIGLIP, dict(mm_tokens_per_image=4)),
     "gemma3 untied": ("gemma3", GEMMA | dict(head_dim=8), SIGLIP, UNTIED | dict(mm_tokens_per_image=4)),
@@ -61,6 +66,13 @@ CASES = {  # name -> (model_type, text_config, vision_config, other keys)
     "qwen3.5": ("qwen3_5", HYBRID | dict(rope_parameters=EIGHTS), TOWER | dict(num_position_embeddings=16), {}),
     "qwen3.5 moe tied": ("qwen3_5_moe", HYBRID_EXPERTS | dict(
         num_hidden_layers=2, rope_parameters=EIGHTS), TOWER | dict(num_position_embeddings=16), TIED),
+    "muse glimmer": ("muse_glimmer", LLAMA | dict(
+        num_hidden_layers=4, head_dim=12, sliding_window=5), MUSE, UNTIED | dict(
+            out_hidden_size=64, projector_hidden_size=16)),
+    "muse glimmer, rope elsewhere": ("muse_glimmer", LLAMA | dict(
+        num_hidden_layers=3, sliding_window=4, layer_types=TYPES, layer_rope_theta=[0, 1.0, 9.0], qk_scale_factor=2.0,
+        output_multiplier=0.7, final_logit_softcapping=3.0, post_norm_eps=0.1), MUSE, TIED | dict(
+            out_hidden_size=64, projector_hidden_size=16)),
     "glm4v": ("glm4v", PLAIN | dict(
         rope_parameters=ROPE | dict(partial_rotary_factor=0.5, mrope_section=[1, 1, 2])), WIDE | dict(
             image_size=16), {}),
@@ -90,6 +102,14 @@ def oracle(case, **text):
             if name.endswith("correction_bias"):
                 buffer.copy_(torch.randn_like(buffer) * 0.3)
     return model, json.loads(config.to_json_string(use_diff=False)) | {"model_type": model_type}
+
+
+def either(case):
+    """(transformers' model, our ModelConfig) of a case here or in tiny.CASES."""
+    if case not in CASES:
+        return tiny.oracle(*tiny.CASES[case])
+    model, raw = oracle(case)
+    return model, parse_config(raw)
 
 
 def spelled(model, tensors):

@@ -10,6 +10,7 @@ import transformers
 from engines import GPT, LIMITS, LLAMA, Words, gpu_plan, make
 from safetensors.torch import load_file
 from tiny import CASES, Tiny, oracle, oracle_generate
+from wrapped import either
 
 from trireme.engine.buffers import workspace
 from trireme.engine.data.dataset import MicroBatch
@@ -49,6 +50,7 @@ def units_of(tiny, asked=None):
         "laguna",
         "mimo v2 flash",
         "lara mini",
+        "muse glimmer",
         "qwen2 window above",
         "qwen3",
         "granite",
@@ -69,7 +71,7 @@ def units_of(tiny, asked=None):
     ],  # fmt: skip
 )
 def test_greedy_as_transformers(case):
-    reference, cfg = oracle(*CASES[case])
+    reference, cfg = either(case)
     tiny = Tiny(cfg, reference.state_dict())
     expected = oracle_generate(reference, PROMPTS, 20)
     assert generate(cfg, units_of(tiny), PROMPTS, 20) == expected

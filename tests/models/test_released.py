@@ -70,6 +70,7 @@ COUNTS = dict(
 )  # fmt: skip
 TOP = dict(num_experts_per_tok=8)
 TOWER = dict(depth=1, hidden_size=16, intermediate_size=24, num_heads=2, patch_size=4, image_size=16)
+MUSE = dict(hidden_size=16, intermediate_size=24, num_hidden_layers=1, num_attention_heads=2)
 DEEP = dict(depth=1, hidden_size=16, intermediate_size=24, num_heads=2, deepstack_visual_indexes=[0])
 WINDOWED = TOWER | dict(fullatt_block_indexes=[0], out_hidden_size=3584)
 MROPE = dict(mrope_interleaved=True, mrope_section=[24, 20, 20], rope_type="default")
@@ -159,6 +160,9 @@ RELEASED = {  # name -> ((config.json, layers), parameters as the name or the ca
                             shared_expert_intermediate_size=512, num_experts_per_tok=4, linear_num_key_heads=8,
                             linear_num_value_heads=16, tie_word_embeddings=True,
                             layer_types=["full_attention", "linear_attention"]), 7.3),
+    "Muse Glimmer 30B": (wrapped(sizes(
+        "muse_glimmer_text", 202048, 6656, 19968, 52, 32, 2, head_dim=128, sliding_window=2048,
+        layer_types=["sliding_attention", "full_attention"]), MUSE), 27.85),  # without the vision tower
     "Mellum 2 12B": (mixture("mellum", 98304, 2304, 7168, 28, 32, 4, 896, 64, head_dim=128,
                              layer_types=["full_attention", "sliding_attention"], sliding_window=1024), 12.15),
     "ERNIE 4.5 0.3B": (sizes("ernie4_5", 103424, 1024, 3072, 18, 16, 2, head_dim=128, use_bias=False,
