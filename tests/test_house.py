@@ -33,7 +33,7 @@ BUDGETS = {
     "engine/data/**": 4294,  # 4300
     "engine/tuning/**": 2262,  # 2188
     "engine/run/**": 5713,  # 5020
-    "scripts/**": 2959,
+    "scripts/**": 2967,
     "tests/**": 25660,  # 25044
 }
 MOST_LINES_OF_PROSE = 3200  # README, docs and the other pages

@@ -45,6 +45,7 @@ from trireme.engine.queues.real import InlineQueues, RealQueues
 from trireme.engine.queues.trace import Span, busy, perfetto
 from trireme.engine.run.planning import record_size
 from trireme.engine.step import train_step
+from trireme.engine.tuning.chosen import aware
 from trireme.engine.tuning.quantized import BASES
 from trireme.models.config import ModelConfig
 from trireme.models.losses.preferences import METHODS, Preference
@@ -261,6 +262,7 @@ def main(argv: list[str]) -> int:
     device = choose_device(a.device)
     dtype = "BF16" if device.type == "cuda" or a.dtype != "auto" else "F32"
     cfg = replace(shaped(a.model, a.layers, a.lora, a.base), fp8=a.dtype == "fp8")
+    cfg = aware(cfg, None) if a.merge_aware else cfg
     limits = memory_limits(device, a.gpu_memory, a.ram, choose_gpus(a.gpus, device))
     at_start = memory_in_use(device)[1]
     if a.store:
@@ -268,7 +270,12 @@ def main(argv: list[str]) -> int:
     rates = measure_rates(device, dtype, a.store, cfg.fp8, limits.gpus, cfg.scan)
     rates = replace(rates, peer=0.0) if "peers" in a.off else rates
     size_b = shapes.parameters(cfg) / 1e9
-    what = (f", LoRA {a.lora}" if a.lora else "") + f", base in {a.base}" * bool(a.base) + ", fp8" * cfg.fp8
+    what = (
+        (f", LoRA {a.lora}" if a.lora else "")
+        + f", base in {a.base}" * bool(a.base)
+        + ", merge-aware" * a.merge_aware
+        + ", fp8" * cfg.fp8
+    )
     what += f", {a.layers} layers" * bool(a.layers)
     print(f"{a.model}{what}, {size_b:.3f} B parameters, {a.tokens} tokens a step of {a.seq}, {device}, {dtype}")
     print("ceilings " + ", ".join(f"{k} {v:.4g}" for k, v in vars(rates).items() if k != "others"))
@@ -292,6 +299,7 @@ def arguments(argv: list[str]) -> Arguments:
     p.add_argument("--lora", type=int, default=0, help="rank of adapters on all linear layers; 0: all is trained")
     p.add_argument("--layers", type=int, default=0, help="the first so many of the model; 0: all")
     p.add_argument("--base", choices=("", *BASES), default="", help="frozen matrices in fewer bits, with --lora")
+    p.add_argument("--merge-aware", action="store_true", help="packed matrices are rounded with their adapters")
     p.add_argument("--slices", type=int, default=0, help="that frozen experts of a layer come in; 0: as planned")
     p.add_argument("--micro", type=int, default=0, help="rows of a micro-batch; default: what fits, up to 16k tokens")
     p.add_argument("--gpus", type=int, default=1)

@@ -111,10 +111,11 @@ def packed(packing, w):
 
 
 @pytest.mark.grid
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("strip", [1 << 22, 700, 1])
 @pytest.mark.parametrize(("experts", "each", "rows", "columns"), [(1, 1, 80, 64), (4, 1, 48, 96), (3, 2, 24, 64)])
 @pytest.mark.parametrize("name", PACKINGS)
-def test_a_sum_in_strips_is_that_of_whole_matrices(name, experts, each, rows, columns, strip, monkeypatch):
+def test_a_sum_in_strips_is_that_of_whole_matrices(name, experts, each, rows, columns, strip, device, monkeypatch):
     """But for last bits of sums of several products, which may lie at the edge between two codes."""
     monkeypatch.setattr(rounded, "STRIP", strip)
     dice, packing = torch.Generator().manual_seed(len(name)), PACKINGS[name]
@@ -123,9 +124,9 @@ def test_a_sum_in_strips_is_that_of_whole_matrices(name, experts, each, rows, co
     total = base.view(experts, -1, columns) + 2 * b.mT @ a
     expected = packed(packing, total.view(base.shape))[1].view(total.shape)
     parts = parts if experts > 1 else [part.squeeze(0) for part in parts]
-    out = torch.empty_like(total)
-    made = decode_sum(packing, parts, a, b, 2.0, out if experts > 1 else out[0], True)
-    assert ((made.view(total.shape) - expected).abs() > 1e-6 * expected.abs().max()).sum() <= 2
+    parts, out = [part.to(device) for part in parts], torch.empty_like(total, device=device)
+    made = decode_sum(packing, parts, a.to(device), b.to(device), 2.0, out if experts > 1 else out[0], True)
+    assert ((made.view(total.shape).cpu() - expected).abs() > 1e-6 * expected.abs().max()).sum() <= 2
 
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
