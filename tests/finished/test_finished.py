@@ -169,7 +169,7 @@ REFUSED = {  # case -> (words, what the line names); FULL, CLASSES, ADAPTER: fol
     "a reference without a method": (["eval", "FULL", "--data", "x.txt", "--reference", "FULL"], "--reference"),
     "preferences of a classifier": (["eval", "CLASSES", "--data", "x.txt", "--method", "dpo"], "--method"),
     "a number format of training": (["eval", "FULL", "--data", "x.txt", "--dtype", "fp8"], "--dtype"),
-    "an unknown option": (["eval", "FULL", "--data", "x.txt", "--rank", "3"], "--rank"),
+    "an unknown option": (["eval", "FULL", "--data", "x.txt", "--rank", "3"], "rank"),
     "text of a classifier": (["sample", "CLASSES", "--prompt", "x"], "trireme score"),
     "no prompt": (["sample", "FULL"], "--prompt TEXT"),
     "two kinds of prompts": (["sample", "FULL", "--prompt", "x", "--chat"], "--chat"),

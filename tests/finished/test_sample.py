@@ -104,7 +104,7 @@ def test_a_value_of_generation_config_that_cannot_be_meant(here, said):
 
 PROMPTS = {
     "no rows": ("\n\n", "p.jsonl"),
-    "no JSON": ("{\n", "p.jsonl line 1"),
+    "no JSON": ("{\n", "p.jsonl"),
     "another key": ('{"text": "x"}\n', "p.jsonl prompt 1"),
     "no role": ('{"messages": [{"content": "y"}]}\n', "p.jsonl prompt 1"),
 }

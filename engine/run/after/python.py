@@ -151,7 +151,7 @@ def sample(folder: str | Path, prompt: Prompt | Sequence[Prompt], **options: Any
 
     is_one = isinstance(prompt, str) or not isinstance(prompt, Sequence) or all(isinstance(p, Mapping) for p in prompt)
     prompts = [prompt] if is_one else list(prompt)
-    with _calling(), speaking(Sample.of({**options, "folder": folder}), prompts, len(prompts)) as (speaker, tokens):
+    with _calling(), speaking(Sample.of({**options, "folder": folder}), prompts) as (speaker, tokens):
         answers = [answer.text for answer in speaker.answers(tokens)]
     return answers[0] if is_one else answers
 

@@ -112,7 +112,7 @@ def run(o: Sample) -> int:
     write = lambda text: (sys.stdout.write(text), sys.stdout.flush())
     with screen.to(sys.stderr):
         prompts = _read(o.prompts) if o.prompts else list(o.prompt)
-        with speaking(o, prompts, together=len(prompts) if o.prompts else 1) as (speaker, tokens):
+        with speaking(o, prompts) as (speaker, tokens):
             if o.chat:
                 _converse(speaker, write)
             elif o.prompts:
@@ -128,9 +128,9 @@ def run(o: Sample) -> int:
 
 
 @contextmanager
-def speaking(o: Sample, prompts: Sequence[Any], together: int) -> Iterator[tuple[Speaker, list[list[int]]]]:
-    """A context with the model, loaded to answer so many prompts `together`, and the tokens of prompts, which are texts
-    or lists of messages; without any it is for a conversation.
+def speaking(o: Sample, prompts: Sequence[Any]) -> Iterator[tuple[Speaker, list[list[int]]]]:
+    """A context with the loaded model and the tokens of prompts, which are texts or lists of messages; without any it
+    is for a conversation.
 
     Raises InputError, CheckpointError, DoesNotFit, StoreError.
     """
@@ -144,13 +144,12 @@ def speaking(o: Sample, prompts: Sequence[Any], together: int) -> Iterator[tuple
         screen.warn(f"{f.base / FILE}: not used: {', '.join(sampling.unused)}")
     if unread := json.loads(o.chat_template_kwargs or "{}").keys() - codec.facts.reads:
         screen.warn(f"the chat template does not read {', '.join(sorted(unread))}")
-    tokens = [
-        _tokens(codec, o, prompt, f"{o.prompts or ''} prompt {i + 1}".strip()) for i, prompt in enumerate(prompts)
-    ]
+    name = f"{o.prompts or ''} prompt".strip()
+    tokens = [_tokens(codec, o, prompt, f"{name} {i + 1}") for i, prompt in enumerate(prompts)]
     _check(tokens, positions)
     longest = max(map(len, tokens), default=min(CONTEXT, positions - 1))
     new = min(o.max_new_tokens, positions - longest)
-    with computing(f, o, 1, longest, min(AT_ONCE, together), new) as e:
+    with computing(f, o, 1, longest, min(AT_ONCE, max(1, len(prompts))), new) as e:
         screen.say(f"sample   {sampling}")
         yield Speaker(e, codec, sampling, o), tokens
 

@@ -62,7 +62,6 @@ PART = 1 << 26  # bytes of a part, at most about
 LONGEST = 256  # micro-batches of a part
 LEAST_F16 = np.finfo(np.float16).min
 Tables = dict[str, np.ndarray]  # as a part's
-Sources = Mapping[str, Dataset]  # by the names of their folders
 
 
 def run(o: Score) -> int:
@@ -77,15 +76,15 @@ def run(o: Score) -> int:
         if f.cfg.scores:
             lines = _write_answers(f, o, codec, folder)
         else:
-            sources = {f"{i:03}": opened.read_rows(f, o, codec, name, "") for i, name in enumerate(o.data)}
-            lines = _write_scores(f, o, folder, sources, o.top_k, f.cfg.vocab, o.data)
+            sources = {name: opened.read_rows(f, o, codec, name, "") for name in o.data}
+            lines = _write_scores(f, o, folder, sources, o.top_k, f.cfg.vocab)
     for line in lines:
         screen.say(f"score    {line}")
     screen.say(f"output   {folder}/: {', '.join(sorted(path.name for path in folder.iterdir()))}")
     return 0
 
 
-def write(folder: Path, teacher: Path, sources: Sources, k: int, below: int, options: Options) -> None:
+def write(folder: Path, teacher: Path, sources: Mapping[str, Dataset], k: int, below: int, options: Options) -> None:
     """The teacher's pass before a run: the k most likely tokens among ids less than `below`, of sources by name, into
     `folder`. A pass that was killed goes on. Raises InputError, CheckpointError, DoesNotFit, StoreError.
     """
@@ -93,7 +92,7 @@ def write(folder: Path, teacher: Path, sources: Sources, k: int, below: int, opt
     f.refuse_scores("it is no teacher")
     for data in sources.values():
         data.check_model(f.cfg.vocab, f.cfg.max_positions, f"--teacher {teacher}")
-    _write_scores(f, options, folder, sources, k, below, list(sources))
+    _write_scores(f, options, folder, sources, k, below)
 
 
 # ---------------------------------------------------------------- labels and rewards
@@ -153,29 +152,24 @@ def _records(f: Finished, e: Evaluator, data: Dataset) -> list[dict[str, Any]]:
 
 
 def _write_scores(
-    f: Finished, o: Score | Options, folder: Path, sources: Sources, k: int, below: int, names: Sequence[str]
+    f: Finished, o: Score | Options, folder: Path, sources: Mapping[str, Dataset], k: int, below: int
 ) -> list[str]:
-    """Writes the parts that are not there; returns a line for each source, of `names`. The k most likely tokens are
+    """Writes the parts that are not there of sources by name; returns a line for each. The k most likely tokens are
     among ids less than `below`. Raises InputError if the folder holds other scores.
     """
-    first, below = next(iter(sources.values())), min(below, f.cfg.vocab)
-    assert first.codec is not None
-    files = {source: {file.meta["key"]: file.n_documents for file in data.files} for source, data in sources.items()}
-    content: dict[str, Any] = {
-        "format": FORMAT,
-        "model": str(Path(f.name).resolve()),
-        "tokenizer": first.codec.vocabulary(),
-    }
-    content |= {"top_k": min(k, below)}
-    content |= {"sources": [{"data": n, "folder": s, "files": files[s]} for s, n in zip(sources, names, strict=True)]}
-    path, claim, lines = folder / NAMES, json.dumps(content, indent=1).encode(), list[str]()
+    first, below, lines = next(iter(sources.values())), min(below, f.cfg.vocab), list[str]()
+    k, vocabulary, seq_len = min(k, below), first.codec.vocabulary() if first.codec else "", first.options.room
+    content = {"format": FORMAT, "model": str(Path(f.name).resolve()), "tokenizer": vocabulary, "top_k": k}
+    files = [{file.meta["key"]: file.n_documents for file in data.files} for data in sources.values()]
+    listed = [{"data": name, "folder": f"{i:03}", "files": files[i]} for i, name in enumerate(sources)]
+    path, claim = folder / NAMES, json.dumps(content | {"sources": listed}, indent=1).encode()
     if path.exists() and path.read_bytes() != claim:
         raise InputError(f"{path} is of another model, data or options. Name another folder.")
     folder.mkdir(parents=True, exist_ok=True)
     replace_synced(path, claim)
-    with opened.computing(f, o, opened.rows_of(o, first.options.room), first.options.room) as e:
-        for (source, data), name in zip(sources.items(), names, strict=True):
-            total, labels = Pass(f, e, data, folder / source, min(k, below), below).write()
+    with opened.computing(f, o, opened.rows_of(o, seq_len), seq_len) as e:
+        for i, (name, data) in enumerate(sources.items()):
+            total, labels = Pass(f, e, data, folder / f"{i:03}", k, below).write()
             lines.append(f"{name}: loss {-total / max(1, labels):.4f} of {count(labels, 'label')}")
     return lines
 
