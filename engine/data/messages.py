@@ -105,10 +105,9 @@ def _read_content(message: Fields, where: str) -> None:
         thoughts.append("\n".join(text for text, is_thought in parts if is_thought))
     else:
         typed(content, str, f"{where}: 'content'", "a string")
-    thoughts = [thought for thought in thoughts if thought not in (*EMPTY, False)]
-    if any(thought != thoughts[0] for thought in thoughts):
-        raise BadRow(f"{where} has its reasoning_content, the reasoning, twice, and they differ")
-    if thoughts:
+    if thoughts := [thought for thought in thoughts if thought not in (*EMPTY, False)]:
+        if any(thought != thoughts[0] for thought in thoughts):
+            raise BadRow(f"{where} has its reasoning_content, the reasoning, twice, and they differ")
         message["reasoning_content"] = typed(thoughts[0], str, f"{where}: its reasoning_content", "a string")
 
 
