@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from trireme.kernels import ops
-from trireme.models.config import ModelConfig
+from trireme.models.config import InputError, ModelConfig
 from trireme.models.families.latent import Latent
 from trireme.models.families.rope import Rope
 from trireme.models.layers import Attention, Layer
@@ -100,7 +100,12 @@ class Noise(NamedTuple):
 
 
 def neftune(cfg: ModelConfig, lengths: Sequence[int], alpha: float, key: int, first: int) -> Noise:
-    """Noise for documents of these lengths, in RAM; times cfg.embed_scale unless the embedding's module includes it."""
+    """Noise for documents of these lengths, in RAM; times cfg.embed_scale unless the embedding's module includes it.
+
+    Raises InputError if a norm is between the embedding and the place of the noise.
+    """
+    if cfg.layers[0].entry:
+        raise InputError(f"--neftune adds noise behind the embedding's norm, which {cfg.model_type} has: leave it out.")
     factor = alpha if cfg.family.embed_root else alpha * cfg.embed_scale
     n = torch.tensor(lengths, dtype=torch.int64)
     return Noise(torch.repeat_interleave((factor / (n * cfg.width).double().sqrt()).float(), n), key, first)

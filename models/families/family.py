@@ -106,7 +106,7 @@ class Family:
     listed_type: str = ""  # model_type as which transformers reads a config.json with layer_types
     aliases: dict[str, str] = field(default_factory=dict)  # other names of keys -> those that are read
     # no_rope_layers; layers without window, with a sliding_window or always; all: by a key, without theta, always
-    unrotated: Literal["", "listed", "full", "global", "last", "typed", "null", "all"] = ""  # last: by `last`
+    unrotated: Literal["", "listed", "full", "global", "last", "typed", "null", "all"] = ""  # last: of periods
     scaled: bool = False  # reads scales of embedding, attention, branches, logits
     multiplied: bool = False  # reads Falcon-H1's factors of embedding, keys, attention, MLP, logits
     caps: dict[str, float | None] = field(default_factory=dict)  # keys of soft caps that are read -> defaults

@@ -24,8 +24,9 @@ def heads_of(keys: Keys, family: Family, width: int, heads: int) -> tuple[int, i
         keys.refuse_unless("head_dim", (None, width // heads))
         return heads, width // heads
     kv_heads = keys.count("num_key_value_heads", family.kv_heads or heads, null=heads)
-    if heads % kv_heads:
-        raise keys.error("num_key_value_heads", f"a divisor of num_attention_heads = {heads}")
+    if heads % (kv_heads * family.local_kv):
+        most = f" / {family.local_kv}" if family.local_kv > 1 else ""
+        raise keys.error("num_key_value_heads", f"a divisor of num_attention_heads{most} = {heads // family.local_kv}")
     head_dim = keys.count("head_dim", family.head_dim or width // heads, null=width // heads)
     if head_dim % 2:
         raise InputError(f"{keys.where}: heads of {head_dim} cannot be rotated; head_dim must be even.")
