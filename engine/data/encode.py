@@ -125,15 +125,14 @@ def _trained(
         return ids, trained
     trained = overlap(without_spaces(ids, offsets, text.text, tokenizer.greedy), text.spans)
     if isinstance(example, Text):
-        if trained.any():
-            start = offsets[trained.argmax(), 0]
-            counts["spaced"] += bool(start < example.begins and text.text[example.begins - 1].isspace())
+        if text.text[example.begins - 1].isspace() and trained.any():
+            counts["spaced"] += bool(offsets[trained.argmax(), 0] < example.begins)
         n = len(ids)
         ids, lead = tokenizer.wrap(ids, end=example.ends)
         trained = np.concatenate([np.zeros(lead, bool), trained, np.ones(len(ids) - lead - n, bool)])  # the end too
     trained[:1] = False
-    ends = sum(int(np.count_nonzero(ids[trained] == stop)) for stop in tokenizer.stop_ids)
-    counts["early"] += ends > len(text.spans)
+    learned = ids[trained]
+    counts["early"] += sum(int(np.count_nonzero(learned == stop)) for stop in tokenizer.stop_ids) > len(text.spans)
     return ids, trained
 
 
