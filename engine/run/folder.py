@@ -12,7 +12,6 @@ the process, and needs no file. Only files that are known by name are removed: a
 from __future__ import annotations
 
 import os
-import re
 import shutil
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -217,13 +216,10 @@ class Folder:
 
 
 def named(o: Options) -> Options:
-    """The options with an output folder: without --out runs/NAME, or the next of runs/NAME-2, -3 ..."""
-    if o.out:
-        return o
+    """The options with an output folder: without --out runs/NAME, or the first free one of runs/NAME-2, -3 ..."""
     name = "demo" if o.demo else o.shape or (hub.title(o.model) if o.model else "run")
-    numbers = (re.fullmatch(rf"{re.escape(name)}(?:-(\d+))?", path.name) for path in Path("runs").glob("*"))
-    taken = [int(match[1] or 1) for match in numbers if match]
-    return replace(o, out=f"runs/{name}-{max(taken) + 1}" if taken else f"runs/{name}")
+    names = (f"runs/{name}" + f"-{n}" * (n > 1) for n in range(1, 1 << 20))
+    return o if o.out else replace(o, out=next(each for each in names if not Path(each).exists()))
 
 
 def check_free(out: Path) -> None:

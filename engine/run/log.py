@@ -174,12 +174,8 @@ def eval_line(record: Record, note: str) -> str:
     parts = [f"eval_loss {record['eval_loss']:.4f}{note}"]
     parts += [f"{word} {record[name]:.4g}" for name, word in figures.items() if name in record]
     if not any(name in record for name in figures if name != "eval_accuracy") and "eval_rows" not in record:
-        parts.append(f"perplexity {perplexity(record['eval_loss'])}")
+        parts.append(f"perplexity {math.exp(min(record['eval_loss'], 50.0)):.4g}")
     return "  ".join(parts)
-
-
-def perplexity(loss: float) -> str:
-    return f"{math.exp(loss):.4g}" if loss < 50 else "inf"
 
 
 # ---------------------------------------------------------------- trackers

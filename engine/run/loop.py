@@ -188,28 +188,24 @@ def with_teacher(job: Job, place: Folder, begun: Snapshot | None) -> Job:
     teacher, teaching, held = job.options.teacher, job.cfg.teaching, job.data.held_out
     if not teacher or teaching is None:
         return job
-    is_model = not is_scores(Path(teacher))
-    scores = place.run / "teacher" if is_model else Path(teacher)
-    sources = {"train": job.data} | ({"val": held} if held else {})
-
-    def taught() -> dict[str, Dataset]:
-        names = read_names(scores)
-        return {name: replace(data, teacher=taught_by(names, data, job.cfg.vocab)) for name, data in sources.items()}
-
+    scores, sources = Path(teacher), {"train": job.data} | ({"val": held} if held else {})
+    taught = lambda data: replace(data, teacher=taught_by(read_names(scores), data, job.cfg.vocab))
     with screen.clock().at("reference"):
-        read = dict[str, Dataset]()
-        with suppress(InputError, OSError):  # if something was lost, the teacher is needed again
-            read = taught() if begun else read
-        if is_model and not read:
-            from trireme.engine.run.after import score  # late: it imports this folder's modules
+        read = list[Dataset]()
+        if not is_scores(scores):
+            scores = place.run / "teacher"
+            with suppress(InputError, OSError):  # if something was lost, the teacher is needed again
+                read = [taught(data) for data in sources.values()] if begun else read
+            if not read:
+                from trireme.engine.run.after import score  # late: it imports this folder's modules
 
-            score.write(scores, Path(teacher), sources, teaching.k, job.cfg.vocab, job.options)
-        read = read or taught()
-    data = read["train"]
+                score.write(scores, Path(teacher), sources, teaching.k, job.cfg.vocab, job.options)
+        read = read or [taught(data) for data in sources.values()]
+    data = replace(read[0], held_out=held and read[-1])
     if begun and data.teacher and begun.fixed.teacher not in ("", data.teacher.key):
         changed = f"the teacher {teacher} is not what the run began with"
         raise InputError(f"--resume {job.out}: {changed}. Restore it, or start again.")
-    return replace(job, read=replace(data, held_out=read.get("val")))
+    return replace(job, read=data)
 
 
 class Run:

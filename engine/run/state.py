@@ -55,10 +55,8 @@ def snapshot_of(folder: Folder, options: Options) -> Snapshot | None:
     group, run = here(), folder.state.id
     lost = next((path for path in folder.stores if not (path / folders.IDENTITY).exists()), None)
     if lost is not None and folder.state.started:
-        raise InputError(
-            f"--resume {folder.out}: its store is not in {lost}. Is its drive mounted? If it has moved: --store DIR. "
-            f"If it is lost, remove {quoted(folder.out)} and start again."
-        )
+        way = f"If it has moved: --store DIR. If it is lost, remove {quoted(folder.out)} and start again"
+        raise InputError(f"--resume {folder.out}: its store is not in {lost}. Is its drive mounted? {way}.")
     with suppress(NoSnapshot):
         if lost is None:
             folder.store = Store.open(folder.stores, options.keep, say=screen.warn, run=run)
@@ -357,11 +355,11 @@ class Training:
 @contextmanager
 def loading(what: str, nbytes: int, stopped: Stopped) -> Iterator[Callable[[int], None]]:
     """Gives a function to call with the size of each part, which raises KeyboardInterrupt if `stopped()`."""
+
+    def progressed_or_leave(size: int) -> None:
+        progressed(size)
+        if stopped():
+            raise KeyboardInterrupt
+
     with screen.working(what, nbytes) as progressed:
-
-        def progressed_or_leave(size: int) -> None:
-            progressed(size)
-            if stopped():
-                raise KeyboardInterrupt
-
         yield progressed_or_leave
