@@ -194,8 +194,6 @@ class Training:
     def load_snapshot(self, stopped: Stopped) -> None:
         """Fills the engine with the last snapshot, and what is frozen from the checkpoint."""
         placement, common = self.engine.placement, self.folder.common
-        if self.sums and not common:  # the model before training is there, which was needed once more
-            self.store.restore()
         with loading("loading", placement.nbytes(), stopped) as progressed:
             try:
                 load_share(placement, common, progressed) if common else load_from_store(placement, progressed)
