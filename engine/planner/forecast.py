@@ -100,10 +100,6 @@ class Forecast:
         pairs = costs.layer_pairs(self.cfg.layers, lengths_of(work.tokens, work.document or work.seq_len))
         return costs.model_flops(self.cfg, work.tokens, pairs) / self.step.step_s / 1e12
 
-    def pinning_s(self) -> float:
-        """Seconds to pin RAM before the first step."""
-        return usage(self.geo, self.plan)["ram"] / self.machine.rates.pin
-
     @cached_property
     def in_8_bits(self) -> Forecast:
         """With moments of 8 bits. Raises DoesNotFit."""

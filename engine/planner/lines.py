@@ -7,7 +7,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 
 from trireme.engine.amounts import compact, count, duration, gb, percent, seconds
-from trireme.engine.buffers import usage
 from trireme.engine.plan import DoesNotFit, Tier
 from trireme.engine.planner.advice import Row
 from trireme.engine.planner.clock import PARTS, Clock, Times
@@ -27,7 +26,6 @@ BINDS = {
 }
 MEMORIES: dict[Tier, str] = {"gpu": "GPU", "ram": "RAM", "ssd": "SSD"}
 MEASURED = ("H100", "H200")  # GPUs on which constants of the estimate were fitted
-LONG = 5  # seconds of a start worth a line
 WORN = 0.2  # share of what drives are rated for that is worth a warning
 LITTLE, PART = 0.001, 0.01  # of what drives are rated for, of what is written: not worth telling
 
@@ -125,16 +123,6 @@ def disk_line(f: Forecast) -> str:
         return f"{parts}: {gb(need)}"
     verdict = "fits" if need <= room else f"short by {gb(need - room)}: free some space, or the run will stop"
     return f"{parts}: {gb(need)} of {gb(room)}: {verdict}"
-
-
-def gpu_lines(f: Forecast) -> list[str]:
-    """Lines of time, which are predicted with a GPU only."""
-    lines, pinning, pinned = [f"time     {time_line(f)}"], f.pinning_s(), usage(f.geo, f.plan)["ram"] / 2**30
-    if pinning >= LONG:
-        lines.append(
-            f"start    {duration(pinning)} before the first step, to pin {pinned:.1f} GiB of RAM for transfers"
-        )
-    return lines
 
 
 def time_line(f: Forecast) -> str:

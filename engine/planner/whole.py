@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from trireme.engine.buffers import usage
 from trireme.engine.planner.clock import Part, Times
 from trireme.engine.planner.forecast import Forecast
 from trireme.engine.planner.predict import Prediction, predict_evaluation
@@ -47,11 +48,11 @@ def estimated_parts(f: Forecast, steps: int, events: Events, known: Times | None
     def all_of(part: Part, times: int, estimate: Callable[[], float]) -> float:
         return times * (known[part] if part in known else estimate()) if times else 0.0
 
-    read, write = _rates(f).ssd_read, _rates(f).ssd_write
+    read, write, pinning_s = _rates(f).ssd_read, _rates(f).ssd_write, usage(f.geo, f.plan)["ram"] / _rates(f).pin
     copied_s = f.best_copy / COPIED + _gathered_s(f) if f.best_copy else 0.0  # the best weights are copied
     files_s = lambda nbytes: nbytes * (1 / write + 1 / read + 1 / COPIED)  # made from RAM, written, read back
     return {
-        "load": OPENED + max(f.files.export, f.frozen_read) / min(LOADING, read) + f.pinning_s(),
+        "load": OPENED + max(f.files.export, f.frozen_read) / min(LOADING, read) + pinning_s,
         "reference": evaluation_s(f, events.reference),
         "steps": steps * f.step.step_s,
         "evaluations": all_of("evaluations", events.evaluations, lambda: evaluation_s(f, events.held_out) + copied_s),

@@ -13,9 +13,9 @@ from trireme.engine.planner.clock import Part
 from trireme.engine.planner.host import available_ram
 from trireme.engine.planner.lines import (
     disk_line,
-    gpu_lines,
     memory_lines,
     ready_line,
+    time_line,
     unmeasured_line,
     wear_line,
 )
@@ -61,7 +61,7 @@ def lines(job: Job) -> Iterator[str]:
     memory = memory_lines(f, job.on_gpu)
     yield from memory if full else [memory[0], *memory[-2:]]  # total and limit
     on_cpu = ["time     known after the second step: on a CPU it is measured"]
-    yield from [*gpu_lines(f), f"ready    {ready_line(estimate(job))}"] if job.on_gpu else on_cpu
+    yield from [f"time     {time_line(f)}", f"ready    {ready_line(estimate(job))}"] if job.on_gpu else on_cpu
     yield from _notes(job)
     yield from _faster(job) if o.dry_run and job.on_gpu else []
     if o.dry_run:

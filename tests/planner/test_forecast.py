@@ -19,7 +19,6 @@ from trireme.engine.planner.forecast import BEST, Files, Forecast, Work
 from trireme.engine.planner.lines import (
     cell,
     disk_line,
-    gpu_lines,
     memory_lines,
     ready_line,
     time_line,
@@ -151,12 +150,6 @@ def test_a_figure_from_data_sheets_is_marked():
     assert SHEETS not in time_line(measured) + measured.machine.describe()
 
 
-def test_a_long_start_is_said():
-    f = forecast("gpu=rtx4090,ram=128GiB")
-    assert f.pinning_s() == usage(f.geo, f.plan)["ram"] / f.machine.rates.pin > 10
-    assert [len(gpu_lines(each)) for each in (f, forecast("gpu=h200,ram=64GiB"))] == [2, 1]
-
-
 def test_parts_have_the_time_of_their_bytes():
     """Of a drive that reads 7 GB/s and writes 5: (forecast, events, part, seconds)."""
     files, d2h = EXPORT * (1 / 7e9 + 1 / 5e9 + 1 / COPIED), RAM.machine.rates.d2h
@@ -174,7 +167,12 @@ def test_parts_have_the_time_of_their_bytes():
         (SSD, Events(), "export", FIXED + files + WEIGHTS / 7e9),
         (exact, Events(), "export", FIXED + files + (WEIGHTS + 2 * PARAMETERS) / 7e9),
         (adapters, Events(exports=3), "export", 3 * FIXED + (EXPORT + 3e6) * files / EXPORT),
-        (RAM, Events(), "load", OPENED + WEIGHTS / LOADING * EXPORT / WEIGHTS + RAM.pinning_s()),
+        (
+            RAM,
+            Events(),
+            "load",
+            OPENED + WEIGHTS / LOADING * EXPORT / WEIGHTS + usage(RAM.geo, RAM.plan)["ram"] / RAM.machine.rates.pin,
+        ),
         (SSD, Events(snapshots=3), "close", CLOSING),
         (best, evaluated, "evaluations", estimated_parts(RAM, 1, evaluated)["evaluations"] + 3 * WEIGHTS / COPIED),
     ]:
