@@ -71,7 +71,7 @@ class Persistent(NamedTuple):
     """The setting of rows_bwd: KiB of a tile, programs on each multiprocessor."""
 
     kib: int
-    each: int
+    per_sm: int
 
 
 @cache
@@ -95,7 +95,7 @@ def rows_bwd(device: torch.device, N: int, D: int, itemsize: int) -> Rows:
     ahead = (
         0 if 3 * tile > here.shared else 1 if tile > aim else 3 if here.large and rows == 1 else 2
     )  # tiles of 3 inputs
-    programs = min(cdiv(N, rows), how.each * here.sms)
+    programs = min(cdiv(N, rows), how.per_sm * here.sms)
     if D > WIDEST:  # other parts of dy, h and weights are read, too
         parts = cdiv(D, WIDEST)
         ahead = min(ahead, (here.shared - KIB) // (3 * parts * tile)) if itemsize == 2 else 0
@@ -177,7 +177,7 @@ class Logits(NamedTuple):
 
     block: int
     warps: int
-    each: int
+    per_sm: int
 
 
 WIDE = 65536  # of a vocabulary: values of a row
@@ -190,7 +190,7 @@ def cross_entropy(device: torch.device, V: int) -> Logits:
         return Logits(8192, 32, 2) if V > WIDE else Logits(4096, 8, 8)
     name = "cross_entropy wide" if V > WIDE else "cross_entropy"
     setting = _set(here, name, Logits)
-    at_once = min(setting.each, here.warps // setting.warps)  # of a multiprocessor
+    at_once = min(setting.per_sm, here.warps // setting.warps)  # of a multiprocessor
     stays = here.large or V <= WIDE or name in _settings or at_once * here.sms * 2 * V <= here.l2
     return setting if stays else Logits(4096, 8, 8)
 

@@ -213,7 +213,7 @@ def linear_cross_entropy(
         top, ids, teachers, rest = (None,) * 4 if taught is None else _teacher(taught, i, xs, weight, z)
         by = (0.0, 1.0) if taught is None else (float(taught.weight), float(taught.temperature))
         K = 0 if ids is None else ids.shape[1]
-        _loss[(min(len(part), how.each * launch.chip(x.device).sms),)](
+        _loss[(min(len(part), how.per_sm * launch.chip(x.device).sms),)](
             z, xs, weight, labels, part, losses, factors, hits_, top, ids, teachers, rest, scale, *by, len(part), N,
             K, V, D, how.block, min(how.block, launch.power2(D)), launch.power2(K), dx_ is not None, cap, smoothing,
             num_warps=how.warps,
