@@ -19,7 +19,7 @@ from trireme.models.encoding import SMALLEST, e4m3_scales, encoded, needs_extent
 from trireme.models.families.packing import MX, Packing
 from trireme.models.packed import DTYPE, decode, in_file_order
 
-STRIP = 1 << 22  # numbers that are in fp32 at a time
+STRIP = 1 << 22  # numbers that are in fp32 at a time: 16 MiB, which stay in the L2 of large GPUs
 Strip = tuple[slice, slice]  # matrices and their rows
 
 

@@ -292,6 +292,8 @@ def kernels_of(cfg: ModelConfig, plan: Plan, batch: Batch, kind: Kind, u: int | 
     if kind in MICRO and u is not None:
         forward, backward = work_of(cfg, plan, batch, u)
         return (forward if kind == "forward" else backward).launches
+    if kind == "decode" and u is not None and cfg.lora and cfg.lora.aware:
+        return measure.rounding(cfg, shapes.alike(cfg)[u], ITEMSIZE[plan.dtype]).launches
     if kind == "decode" and cfg.fp8:
         return 2 * FP8_LAYERS / len(shapes.inner_kinds(cfg))
     return KERNELS.get(kind, 1) / (len(shapes.inner_kinds(cfg)) if kind == "finish" else 1)

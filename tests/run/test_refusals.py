@@ -48,6 +48,8 @@ REFUSED = [
     (f"{RUN} --merge", 2, "--merge.*--lora 16", f"{RUN} --merge --lora 16 {SMALL}"),
     (f"{RUN} --top-k 8", 2, "--top-k.*--teacher", None),
     (f"{RUN} --lora 4 --freeze *embed*", 2, "--freeze does not go with --lora", None),
+    (f"{RUN} --merge-aware", 2, "--merge-aware.*--lora 16", None),
+    (f"{RUN} --lora 4 --merge-aware", 2, "--merge-aware.*packed", f"{RUN} --lora 4 {SMALL}"),
     (f"{RUN} --router-aux 0.1", 2, "--router-aux.*no experts", None),
     (f"{RUN} --export best", 2, "--export best.*--val", f"{RUN} --export best --val 0.2 {SMALL}"),
     (f"{RUN} --method classify", 2, "label|class", None),
