@@ -122,7 +122,7 @@ def few_to_collect():
 def short_runs():
     """Tokens of one test are not for the next, nor for the user of this machine; a sample is one token."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(job, "shared_tokens", lambda: None)
+        patch.setattr(job, "cache_folder", lambda: None)
         patch.setattr(evaluate, "LONGEST", 0.0)
         yield
 

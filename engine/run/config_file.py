@@ -37,7 +37,7 @@ def _plain(option: Mapping[str, Any], value: Any) -> Any:
     if value is None or value == "":
         return None
     if "path" in option["kind"] and not re.fullmatch(option["words"], value):  # a path, a pattern or PATH:WEIGHT
-        is_on_hub = hub.model_name(value) or hub.data_name(value)
+        is_on_hub = hub.name_of(value) or hub.name_of(value, of_data=True)
         return value if is_on_hub else hub.written(os.path.abspath(value))  # noqa: PTH100 (keeps links)
     return str(value) if isinstance(value, Every) else f"{value}B" if option["parse"] is gib_size else value
 

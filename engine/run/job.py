@@ -33,7 +33,6 @@ from trireme.engine.run.opening import (
     KINDS,
     Opened,
     alpha_of,
-    check_method,
     in_wording,
     is_absent,
     open_model,
@@ -160,7 +159,7 @@ def make(o: Options, begun: Snapshot | None = None, by_rule: bool = False) -> Jo
         launches = {} if assumed else tuned.stored(device)
         if fixed and fixed.launches != tuned.digest(launches):
             screen.warn("kernels have other settings than before (check --tune), with which they may round differently")
-    room = tokens_of_a_sequence(o)
+    room = (o.seq_len or 0) * (1 if KINDS.get(o.method, "pairs") in ("", "classes") else 2)  # of pairs two documents
     planner = Planner(o, opened.cfg, room, device.type == "cuda", limits, fixed, group.hosts)
     with clock.at("plan"):
         planner.refuse_early()
@@ -172,8 +171,11 @@ def make(o: Options, begun: Snapshot | None = None, by_rule: bool = False) -> Jo
         other = [flag(name) for name in ("val", "tokenizer", "chat_template") if now[name] != before.get(name)]
         way = f"Leave {' and '.join(other)} out" if other else "Restore it"
         raise InputError(f"--resume {o.out}: the data is not what the run began with. {way}.")
-    planner, stores = replace(planner, limits=less_tables(limits, data, o, opened.cfg)), folder.stores(o)
+    if data:
+        ram = limits.ram - tables_of(o, data, room, opened.cfg)
+        planner = replace(planner, limits=replace(limits, ram=max(0, ram)))
     o, work = with_work(o, data, room)
+    stores = folder.stores(o)
     if begun and work.steps < begun.progress.step:
         at = f"the run is at step {begun.progress.step:,}"
         raise InputError(f"--resume {o.out}: {at}. Give more: --max-steps or --epochs.")
@@ -188,7 +190,7 @@ def make(o: Options, begun: Snapshot | None = None, by_rule: bool = False) -> Jo
     if opened.cfg.frozen and not (assumed or is_absent(o)):
         why = why_copied(opened.cfg, plan.dtype, opened.source, opened.stored, stores)
         files = replace(files, copied=f"copied: {why}" if why else "")
-    o = in_force(o, opened.cfg, data, plan)
+    o = in_force(o, opened.cfg, plan)
     job = Job(o, opened, data, device, plan, limits, machine, work, files, today, launches)
     if data and group.hosts > 1:
         fixed = job.fixed(begun)
@@ -220,7 +222,7 @@ def check_options(o: Options, begun: Snapshot | None) -> None:
         table.append((is_other, f"{flag(name)} {now.get(name)}: the run began with {was or 'none'}. Leave it out."))
     if wrong := next((line for is_wrong, line in table if is_wrong), ""):
         raise InputError(wrong)
-    check_method(o)
+    o.check()
 
 
 def config_of(cfg: ModelConfig) -> dict[str, Any]:
@@ -239,13 +241,14 @@ def tensors_of(source: Source) -> dict[str, list[Any]]:
 
 def read_data(o: Options, opened: Opened) -> Dataset | None:
     """The data, tokenized; None without --data. Raises InputError, OSError."""
-    cfg, began = opened.cfg, time.monotonic()
+    cfg, shared, began = opened.cfg, cache_folder(), time.monotonic()
     if not o.data or (opened.codec is None and o.dry_run):
         return None
     options = DataOptions(
         seq_len=o.seq_len or 0, val=o.val, map=o.map, long=o.long, pack=not o.no_pack, skip_bad=o.skip_bad,
-        max_samples=o.max_samples, seed=o.seed, vocab_size=cfg.vocab, media=cfg.media, shared=shared_tokens(),
-        system=o.system, cache=None if o.dry_run else Path(o.out) / folder.RUN / "tokens",
+        max_samples=o.max_samples, seed=o.seed, vocab_size=cfg.vocab, media=cfg.media, system=o.system,
+        shared=shared / "tokens" if shared else None,  # by all runs of this user
+        cache=None if o.dry_run else Path(o.out) / folder.RUN / "tokens",
         kind=KINDS.get(o.method, "pairs"), variables=json.loads(o.chat_template_kwargs or "{}"), labels=o.labels,
         pad=pad_of(o, opened.codec) if cfg.scores else None,
     )  # fmt: skip
@@ -254,16 +257,6 @@ def read_data(o: Options, opened: Opened) -> Dataset | None:
         return load_dataset(o.data, opened.codec, options, far)
     finally:
         screen.clear()
-
-
-def tokens_of_a_sequence(o: Options) -> int:
-    """Tokens of a packed sequence: of pairs two documents."""
-    return (o.seq_len or 0) * (1 if KINDS.get(o.method, "pairs") in ("", "classes") else 2)
-
-
-def shared_tokens() -> Path | None:
-    """The folder of tokens that all runs of this user share."""
-    return place / "tokens" if (place := cache_folder()) else None
 
 
 def bytes_of(o: Options) -> int:
@@ -276,16 +269,13 @@ def fingerprint(data: Dataset) -> str:
     return f"{data.fingerprint}-{data.held_out.fingerprint}" if data.held_out else data.fingerprint
 
 
-def less_tables(limits: Limits, data: Dataset | None, o: Options, cfg: ModelConfig) -> Limits:
-    """The limits less the RAM of the data's tables and a teacher's rows, in steps of TABLES so that plans repeat."""
-    if data is None:
-        return limits
+def tables_of(o: Options, data: Dataset, room: int, cfg: ModelConfig) -> int:
+    """RAM of the data's tables and a teacher's rows, in steps of TABLES so that plans repeat."""
     held = data.memory
     if cfg.teaching:
         pieces = len(data.pieces) + (len(data.held_out.pieces) if data.held_out else 0)
-        rows = 3 * min(o.batch_size, data.n_sequences) * tokens_of_a_sequence(o)
-        held += PLACE * pieces + rows * cfg.teaching.nbytes
-    return replace(limits, ram=max(0, limits.ram - held // TABLES * TABLES))
+        held += PLACE * pieces + 3 * min(o.batch_size, data.n_sequences) * room * cfg.teaching.nbytes
+    return held // TABLES * TABLES
 
 
 # ---------------------------------------------------------------- machine
@@ -303,23 +293,17 @@ def computer(o: Options, cfg: ModelConfig) -> tuple[torch.device, Limits, Machin
         limits = memory_limits(device, o.gpu_memory, o.ram, choose_gpus(o.gpus, device))
         if device.type == "cuda" and o.ram is None:
             limits = replace(limits, ram=int(min(limits.ram, pinnable(device))))
-        limits = common_limits(o, limits, device)
+        if (group := here()).hosts > 1:  # those that every host has; hosts on one machine share its RAM
+            same = {"--device": model_of(device), "--gpus": limits.gpus}
+            group.agree("GPUs", same, "Use equal ones, which round equally, as many on each")
+            least = min(group.values(limits.gpu - max(limits.less, default=0)))
+            ram = min(group.values(limits.ram if o.ram else limits.ram // group.local_hosts))
+            limits = replace(limits, gpu=int(least), ram=int(ram), less=())
     if limits.gpus > cfg.n_layers:
         raise InputError(f"--gpus {limits.gpus}: the model has {count(cfg.n_layers, 'block')}. Take as many at most.")
     if device.type == "cuda":
         _check_kernels(cfg, o.dtype, device, assumed)
     return device, limits, assumed
-
-
-def common_limits(o: Options, limits: Limits, device: torch.device) -> Limits:
-    """The limits that every host has, on all its GPUs. Hosts on one machine share its RAM. Raises InputError."""
-    group = here()
-    if group.hosts == 1:
-        return limits
-    same = {"--device": model_of(device), "--gpus": limits.gpus}
-    group.agree("GPUs", same, "Use equal ones, which round equally, as many on each")
-    ram, room = limits.ram if o.ram else limits.ram // group.local_hosts, limits.gpu - max(limits.less, default=0)
-    return replace(limits, gpu=int(min(group.values(room))), ram=int(min(group.values(ram))), less=())
 
 
 def _check_kernels(cfg: ModelConfig, dtype: str, device: torch.device, assumed: Machine | None) -> None:
@@ -349,7 +333,8 @@ def sequence_length(o: Options, cfg: ModelConfig) -> int:
 
 
 def with_work(o: Options, data: Dataset | None, room: int) -> tuple[Options, Work]:
-    """How much the run computes, and the options with its interval of evaluations: fewer than ten in a short run.
+    """How much the run computes, and the options with its epochs and interval of evaluations: fewer than ten in a
+    short run.
 
     Evaluations take about EVALUATING of the run, and each at least as many tokens as a step. Without data all sequences
     are full, and without a tokenizer they are estimated from bytes.
@@ -358,7 +343,9 @@ def with_work(o: Options, data: Dataset | None, room: int) -> tuple[Options, Wor
         tokens = bytes_of(o) / BYTES * (o.epochs or 1.0)
         steps = math.ceil(tokens / (o.batch_size * room)) if tokens else SOME_STEPS
         return o, Work(room, o.batch_size, o.max_steps or steps, document=room)
-    steps = o.max_steps or max(1, math.ceil(data.steps_per_epoch(o.batch_size) * epochs_of(o, data)))
+    if not o.max_steps and o.epochs is None:
+        o = replace(o, epochs=1.0 if data.is_text or data.options.paired else 3.0)
+    steps = o.max_steps or max(1, math.ceil(data.steps_per_epoch(o.batch_size) * (o.epochs or 1.0)))
     sequences = min(o.batch_size, data.n_sequences)
     work = Work(room, sequences, steps, data.report.used, data.document, data.trained, data.options.paired)
     if data.held_out is None:
@@ -371,18 +358,12 @@ def with_work(o: Options, data: Dataset | None, room: int) -> tuple[Options, Wor
     return o, replace(work, evaluations=n, held_out=min(read, data.held_out.tokens))
 
 
-def epochs_of(o: Options, data: Dataset) -> float:
-    return o.epochs or (1.0 if data.is_text or data.options.paired else 3.0)
-
-
-def in_force(o: Options, cfg: ModelConfig, data: Dataset | None, plan: Plan) -> Options:
+def in_force(o: Options, cfg: ModelConfig, plan: Plan) -> Options:
     """The options with all that was chosen, so that config.yaml repeats the run where defaults differ."""
     rate = 2e-4 if cfg.lora else 2e-5 if shapes.parameters(cfg) < SMALL else 1e-5
     if o.method not in ("sft", "reward", "classify"):
         rate = 1e-5 if cfg.lora else 1e-6
     chosen: dict[str, Any] = {"lr": rate, "weight_decay": 0.0 if cfg.lora else 0.01, "adam_bits": plan.adam_bits}
-    if data is not None and not o.max_steps:
-        chosen["epochs"] = epochs_of(o, data)
     if o.lora and cfg.lora:
         chosen |= {"lora_alpha": alpha_of(o), "lora_targets": cfg.lora.targets}
         o = replace(o, lora_targets=())

@@ -117,16 +117,16 @@ def check_paths(o: Options) -> None:
     check_options(o, None)
     for name in ("tokenizer", "adapter", "plan", "teacher", "chat_template"):
         path = getattr(o, name)
-        if path and path not in TEMPLATES and not hub.model_name(path) and not Path(path).exists():
+        if path and path not in TEMPLATES and not hub.name_of(path) and not Path(path).exists():
             raise InputError(f"{flag(name)} {path}: there is no such file or folder.")
     for text in o.data:
-        if text != "-" and not hub.data_name(text):
+        if text != "-" and not hub.name_of(text, of_data=True):
             find(text)
-    if o.val and not hub.data_name(o.val):
+    if o.val and not hub.name_of(o.val, of_data=True):
         parse_val(o.val)
     if o.out and not (o.resume or o.dry_run or here().host):
         folder.check_free(Path(o.out))
-    if o.model and not hub.model_name(o.model):
+    if o.model and not hub.name_of(o.model):
         check_checkpoint(Path(o.model))
 
 

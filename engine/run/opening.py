@@ -6,7 +6,7 @@ import json
 import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,7 @@ from trireme.engine.data.taught import is_scores, read_names
 from trireme.engine.planner.sizes import find_model
 from trireme.engine.run import screen
 from trireme.engine.run.after import hub
-from trireme.engine.run.options import METHODS as ALL
-from trireme.engine.run.options import Method, Options, flag
+from trireme.engine.run.options import Method, Options, table
 from trireme.engine.tuning.adapters import Adapter, adapts_experts, separate_names
 from trireme.engine.tuning.cached import cached
 from trireme.engine.tuning.chosen import adapted, aware, chosen, folded, targets
@@ -43,29 +42,6 @@ from trireme.models.losses.preferences import METHODS, Preference
 from trireme.storage.auxiliary import auxiliary_files, content_of
 from trireme.storage.checkpoint import Source
 
-# Options that belong to some methods, need one of other options, or exclude some.
-OF_METHODS: Mapping[str, tuple[str, ...]] = {
-    "beta": tuple(method for method in METHODS if method != "reward"),
-    "label_smoothing": ("sft", "dpo", "simpo"),
-    "simpo_gamma": ("simpo",),
-    "desirable_weight": ("kto",),
-    "undesirable_weight": ("kto",),
-    "center_rewards_coefficient": ("reward",),
-    "labels": ("classify",),
-    "teacher": ("sft",),
-}
-NEED = {
-    **dict.fromkeys(("distill_weight", "temperature", "top_k"), "teacher"),
-    **dict.fromkeys(("lora_alpha", "lora_targets", "rslora", "loraplus"), "lora"),
-    **dict.fromkeys(("lora_dropout", "merge", "merge_aware"), "lora adapter"),
-    "patience": "val",
-}
-WITHOUT = {
-    "adapter": "lora freeze train",
-    "lora": "freeze train",
-    "teacher": "label_smoothing",
-    "shape": "model rope_factor",
-}
 KINDS: Mapping[str, Kind] = {"sft": "", "kto": "labels", "reward": "rewards", "classify": "classes"}
 WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".ckpt"}
 ENDS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", CLASS)  # of names of transformers' classes
@@ -158,23 +134,6 @@ def is_absent(o: Options) -> bool:
     return bool(o.shape) or (o.dry_run and all(path.suffix not in WEIGHTS for path in Path(o.model).iterdir()))
 
 
-def check_method(o: Method) -> None:
-    """Raises InputError for options that do not belong together."""
-    values = {f.name: value for f in fields(o) if (value := getattr(o, f.name)) not in (None, (), False, "", 0.0)}
-    wrong = list[str]()
-    for name in values:
-        methods, needs = OF_METHODS.get(name, ALL), NEED.get(name, "").split()
-        if o.method not in methods:
-            wrong.append(f"{flag(name)} is for --method {' or '.join(methods)}. Leave it out.")
-        if needs and values.keys().isdisjoint(needs):
-            way = " or ".join(map(flag, needs)) + "."
-            wrong.append(f"{flag(name)} is for {way} Add --{needs[0]}{' 16' * (needs[0] == 'lora')}, or leave it out.")
-        for other in values.keys() & WITHOUT.get(name, "").split():
-            wrong.append(f"{flag(other)} does not go with {flag(name)}. Leave one of them out.")
-    if wrong:
-        raise InputError(wrong[0])
-
-
 # ---------------------------------------------------------------- what is trained
 
 
@@ -212,7 +171,7 @@ def preference_of(o: Method) -> Preference | None:
 
 def parameters(method: str) -> list[str]:
     """Names of a method's parameters."""
-    return [name for name, methods in OF_METHODS.items() if method in methods and method in METHODS]
+    return [name for name, f in table(Method).items() if method in f.metadata["methods"] and method in METHODS]
 
 
 def teaching_of(o: Options, vocab: int) -> Teaching | None:

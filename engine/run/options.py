@@ -148,9 +148,14 @@ TEMPLATE = f"another chat template: a .jinja file, or {', '.join(TEMPLATES)}"
 ASSUMED = "dry run for another machine: gpu=rtx4090,ram=128GiB,ssd=2x2TB@7/5,bus=x8; ram=32,64GiB: a table"
 
 
-def option(group: str, help: str, value: Value, default: Any = None, scope: str = "", words: str = "") -> Any:
-    """A field. `words`: a pattern of what is a word and not a path."""
+def option(
+    group: str, help: str, value: Value, default: Any = None, scope: str = "", words: str = "", **rules: str
+) -> Any:
+    """A field. `words`: a pattern of what is a word and not a path. `rules`: `methods` that it belongs to; options of
+    which it `needs` one; options that it goes `without`.
+    """
     meta = {"group": group, "help": help, "kind": frozenset(scope.split()), "words": words, **value._asdict()}
+    meta |= {rule: rules.get(rule, "").split() for rule in ("methods", "needs", "without")}
     return field(default=default, metadata=meta | {"repeat": isinstance(default, tuple) and "," not in value.metavar})
 
 
@@ -191,6 +196,21 @@ class Base:
                 raise InputError(f"{where}{flag(name)}: {str(error).rstrip('.')}.") from None
         return cls(chosen=frozenset(parsed), **parsed)
 
+    def check(self) -> None:
+        """Raises InputError for options that do not go together."""
+        options, method = table(type(self)), getattr(self, "method", "")
+        values = [name for name in options if getattr(self, name) not in (None, (), False, "", 0.0)]
+        for name in values:
+            methods, needs, without = (options[name].metadata[rule] for rule in ("methods", "needs", "without"))
+            if methods and method not in methods:
+                raise InputError(f"{flag(name)} is for --method {' or '.join(methods)}. Leave it out.")
+            if needs and not {*needs} & {*values}:
+                add = f"{flag(needs[0])}{' 16' * (needs[0] == 'lora')}"
+                raise InputError(f"{flag(name)} is for {' or '.join(map(flag, needs))}. Add {add}, or leave it out.")
+            for other in without:
+                if other in values:
+                    raise InputError(f"{flag(other)} does not go with {flag(name)}. Leave one of them out.")
+
 
 def converted(f: Field[Any], value: Any) -> Any:
     """The value of an option that is given as text, number, list or as the value itself. Raises ValueError."""
@@ -230,12 +250,14 @@ class Method(Base):
     """What is learned from the rows, also of an evaluation."""
 
     method: str = _train("fine-tuning, preferences, a reward model, a classifier", choice(*METHODS), "sft", "run")
-    beta: Real = _train("preferences: beta of the loss [0.1]", ABOVE_0)
-    label_smoothing: Real = _train("of the cross-entropy; dpo, simpo: share of wrong pairs [0]", real(0, 0.499999))
-    simpo_gamma: Real = _rare("simpo: target margin of the rewards [0.5]", X)
-    desirable_weight: Real = _rare("kto: weight of good answers [1]", ABOVE_0)
-    undesirable_weight: Real = _rare("kto: weight of bad answers [1]", ABOVE_0)
-    center_rewards_coefficient: Real = _rare("reward: weight of a pair's squared sum of rewards [0]", X)
+    beta: Real = _train("preferences: beta of the loss [0.1]", ABOVE_0, methods="dpo ipo orpo simpo kto")
+    label_smoothing: Real = _train("of the cross-entropy; dpo, simpo: share of wrong pairs [0]", real(0, 0.499999),
+                                   methods="sft dpo simpo")
+    simpo_gamma: Real = _rare("simpo: target margin of the rewards [0.5]", X, methods="simpo")
+    desirable_weight: Real = _rare("kto: weight of good answers [1]", ABOVE_0, methods="kto")
+    undesirable_weight: Real = _rare("kto: weight of bad answers [1]", ABOVE_0, methods="kto")
+    center_rewards_coefficient: Real = _rare("reward: weight of a pair's squared sum of rewards [0]", X,
+                                             methods="reward")
 
 
 @dataclass(frozen=True)
@@ -267,7 +289,7 @@ class Options(Reading, Method, Machine):
     eval_tokens: Whole = _output("tokens of --val per evaluation [evaluations take a tenth of the run]", N)
     export: str = _output("write the last weights, or those with the lowest loss on --val", EXPORT, "last")
     export_every: Every = _output("complete checkpoints in OUT/step-N, in the same form [never]", WHEN, Every())
-    patience: Whole = _output("stop after N evaluations without improvement [never]", N)
+    patience: Whole = _output("stop after N evaluations without improvement [never]", N, needs="val")
     keep: int = _output("number of snapshots to keep", N, 1)
     keep_state: bool = _output("keep the state of a finished run, for --resume OUT --epochs N", SWITCH, False)
     log: Texts = _output("also log to tensorboard, wandb; trace: a timeline of all tasks", LOGS, ())
@@ -275,11 +297,15 @@ class Options(Reading, Method, Machine):
     resume: Text = _output("continue RUN, or the latest unfinished run in runs/", Value(str, "RUN"), scope="call")
     verbose: bool = _output("print all parts of the report, as a dry run does", SWITCH, False, "call")
 
-    labels: Texts = _train("classify: names or number of classes [from checkpoint or data]", LABELS, (), "run")
-    teacher: Text = _train("also learn the likely tokens of this checkpoint, or output of score", DIR, scope="path")
-    distill_weight: Real = _train("weight of the teacher in the loss, 1 - X of the labels [0.5]", real(0, 1))
-    temperature: Real = _train("temperature of the distributions of teacher and model [1]", real(0.01, 100))
-    top_k: Whole = _train("number of the teacher's most likely tokens per label [64]", integer(1, 256))
+    labels: Texts = _train("classify: names or number of classes [from checkpoint or data]", LABELS, (), "run",
+                           methods="classify")
+    teacher: Text = _train("also learn the likely tokens of this checkpoint, or output of score", DIR, scope="path",
+                           methods="sft", without="label_smoothing")
+    distill_weight: Real = _train("weight of the teacher in the loss, 1 - X of the labels [0.5]", real(0, 1),
+                                  needs="teacher")
+    temperature: Real = _train("temperature of the distributions of teacher and model [1]", real(0.01, 100),
+                               needs="teacher")
+    top_k: Whole = _train("number of the teacher's most likely tokens per label [64]", integer(1, 256), needs="teacher")
     epochs: Real = _train("passes over the data [text 1, preferences 1, chats 3]", ABOVE_0)
     max_steps: Whole = _train("number of steps, instead of --epochs", N)
     batch_size: int = _train("sequences per optimizer step", N, 16, scope="run")
@@ -290,20 +316,27 @@ class Options(Reading, Method, Machine):
     weight_decay: Real = _train("weight decay; not applied to norms and biases [0.01; adapters 0]", X)
     betas: tuple[float, ...] = _train("beta1 and beta2 of AdamW", Value(number(0, 0.999999), "X,X"), (0.9, 0.95))
     adam_bits: Whole = _train("bits of each AdamW moment: 32, 16 or 8 [32]", choice(32, 16, 8), scope="run")
-    lora: Whole = _train("train LoRA adapters of this rank (16 is usual); the model is frozen", N, scope="run")
-    lora_alpha: Real = _train("adapters are scaled by alpha / R [2 R]", real(1e-6, 1e6), scope="run")
-    lora_dropout: Real = _train("dropout of adapters' inputs [0; that of --adapter]", real(0, 0.999999), scope="run")
-    lora_targets: Texts = _train("matrices with adapters: q_proj [all; of mixtures attention]", NAMES, (), "run")
-    rslora: bool = _rare("rsLoRA: scale by alpha / sqrt(R); the default alpha is then 8", SWITCH, False, scope="run")
-    loraplus: Real = _rare("LoRA+: ratio of the learning rates of B and A", real(1, 1024), scope="run")
+    lora: Whole = _train("train LoRA adapters of this rank (16 is usual); the model is frozen", N, scope="run",
+                         without="freeze train")
+    lora_alpha: Real = _train("adapters are scaled by alpha / R [2 R]", real(1e-6, 1e6), scope="run", needs="lora")
+    lora_dropout: Real = _train("dropout of adapters' inputs [0; that of --adapter]", real(0, 0.999999), scope="run",
+                                needs="lora adapter")
+    lora_targets: Texts = _train("matrices with adapters: q_proj [all; of mixtures attention]", NAMES, (), "run",
+                                 needs="lora")
+    rslora: bool = _rare("rsLoRA: scale by alpha / sqrt(R); the default alpha is then 8", SWITCH, False, scope="run",
+                         needs="lora")
+    loraplus: Real = _rare("LoRA+: ratio of the learning rates of B and A", real(1, 1024), scope="run", needs="lora")
     base: Text = _train("quantize the frozen matrices of the blocks while loading, as QLoRA does", BASE, scope="run")
     train: Texts = _train("train only these tensors, such as '*.mlp.*'", GLOBS, (), "run")
     freeze: Texts = _train("do not train these tensors, such as '*embed*'", GLOBS, (), "run")
     router_aux: float = _rare("weight of the load-balancing loss of experts; 0: none", X, 0.0)
-    adapter: Text = _train("train this adapter further, a folder in peft's format", DIR, scope="path")
-    merge: bool = _train("with adapters: also write OUT/merged, the model with the adapters added", SWITCH, False)
+    adapter: Text = _train("train this adapter further, a folder in peft's format", DIR, scope="path",
+                           without="lora freeze train")
+    merge: bool = _train("with adapters: also write OUT/merged, the model with the adapters added", SWITCH, False,
+                         needs="lora adapter")
     merge_format: Text = _rare("of OUT/merged with a packed base: bf16; same as it [bf16; aware: same]", FORMATS)
-    merge_aware: bool = _rare("compute with packed matrices as --format same merges them", SWITCH, False, "run")
+    merge_aware: bool = _rare("compute with packed matrices as --format same merges them", SWITCH, False, "run",
+                              needs="lora adapter")
     expert_adapters: str = _rare("of experts: stacked as in peft, separate for vLLM, llama.cpp", EXPERTS, "stacked")
     neftune: Real = _rare("NEFTune: noise on embeddings, up to X / sqrt(tokens x width)", X)
     max_grad_norm: float = _train("clip the global gradient norm; 0: no clipping", X, 1.0)
@@ -314,7 +347,8 @@ class Options(Reading, Method, Machine):
     config: Text = _instead("read options from a YAML file; the command line overrides them", FILE, scope="call")
     dry_run: bool = _instead("print report and plan, then stop; needs only config.json", SWITCH, False, "call")
     assume: Text = _instead(ASSUMED, Value(text, "PARTS"), scope="call")
-    shape: Text = _instead("dry run for a model by name: llama-3.3-70b (an unknown one lists all)", NAME, scope="call")
+    shape: Text = _instead("dry run for a model by name: llama-3.3-70b (an unknown one lists all)", NAME, scope="call",
+                           without="model rope_factor")
     demo: bool = _instead("train a small generated model on generated text, in a minute", SWITCH, False, "call")
 
     @property

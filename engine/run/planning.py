@@ -124,9 +124,8 @@ class Planner:
             if not fits(geo, plan, limits):  # the data has taken its part
                 raise DoesNotFit(f"--plan {o.plan} needs {shortage(geo, plan, limits)}. Leave it out.")
             if needed > plan.n_micro:
-                raise InputError(
-                    f"--plan {o.plan}: a step is {needed} micro-batches, not {plan.n_micro}. Leave it out."
-                )
+                wrong = f"a step is {needed} micro-batches, not {plan.n_micro}"
+                raise InputError(f"--plan {o.plan}: {wrong}. Leave it out.")
             return plan, machine
         first = first_plan(self.cfg, limits, wanted, drive=not o.assume or bool(machine.ssd))
         if o.assume:

@@ -108,10 +108,10 @@ def test_names_and_paths(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "here").mkdir()
     for text in ("here/model", "./model", "../model"):
-        assert names.model_name(text) is None
-    assert names.data_name("rows/a.jsonl") is names.data_name("here/a") is None
+        assert names.name_of(text) is None
+    assert names.name_of("rows/a.jsonl", of_data=True) is names.name_of("here/a", of_data=True) is None
     for text in ("a/b", "a/b@main", f"{HF}a/b@v1/data/x-*.parquet"):
-        assert str(names.data_name(text)) == text
+        assert str(names.name_of(text, of_data=True)) == text
     commit, root = "0" * 40, names.cache()
     file = root / f"datasets--a--b/snapshots/{commit}/data/x.csv"
     assert names.written(f"{file}:0.5") == f"{HF}a/b@{commit}/data/x.csv:0.5"

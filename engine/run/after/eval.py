@@ -12,7 +12,7 @@ import numpy as np
 from trireme.engine.data.dataset import Dataset
 from trireme.engine.run import screen
 from trireme.engine.run.after.opened import Finished, computing, open_finished, read_rows, rows_of, with_defaults
-from trireme.engine.run.opening import KINDS, check_method, preference_of
+from trireme.engine.run.opening import KINDS, preference_of
 from trireme.engine.run.options import Eval
 from trireme.models.config import InputError
 from trireme.models.losses.preferences import Preference
@@ -40,7 +40,7 @@ def losses(o: Eval) -> Iterator[dict[str, float]]:
         raise InputError("no data is named. Add --data FILE.")
     f = open_finished(o.folder, o.model)
     o = with_defaults(f, o)
-    check_method(o)
+    o.check()
     preference = preference_of(o)
     if preference and o.method != "reward":
         f.refuse_scores(f"leave --method {o.method} out")

@@ -25,9 +25,10 @@ from trireme.models.config import InputError
 from trireme.storage.auxiliary import CODE, SUFFIXES
 from trireme.storage.untrusted import shown
 
-_REPO = r"(?P<repo>[\w.-]*\w[\w.-]*/[\w.-]+)(?:@(?P<revision>[\w./-]+?))?"
-_MODEL = re.compile(_REPO)
-_DATA = re.compile(rf"(?P<scheme>hf://datasets/)?{_REPO.replace('./-]+?', '.-]+')}(?(scheme)(?:/(?P<file>.+))?)")
+_NAME = re.compile(
+    r"(?P<scheme>hf://datasets/)?(?P<repo>[\w.-]*\w[\w.-]*/[\w.-]+)(?:@(?P<revision>[\w./-]+?))?"
+    r"(?(scheme)(?:/(?P<file>.+))?)"
+)
 _STORED = re.compile(r"(model|dataset)s--([^/]+?)--([^/]+)/snapshots/([0-9a-f]{40})(?:/(.+))?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _DRIVES = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS, errno.EIO)  # failures of this machine's
@@ -63,30 +64,23 @@ def endpoint() -> str:
 # ---------------------------------------------------------------- names
 
 
-def model_name(text: str) -> Name | None:
-    """The name of a model; None for a folder, and for what looks like one because the first part of the path exists."""
-    match = _MODEL.fullmatch(text)
-    if not match or Path(text).exists() or Path(text.partition("/")[0]).exists():
+def name_of(text: str, of_data: bool = False) -> Name | None:
+    """The name of a model or, `of_data` with or without its weight, of a data set; None for a path, and for what looks
+    like one because its first part exists.
+    """
+    plain = weighed(text)[0] if of_data else text
+    match = _NAME.fullmatch(plain)
+    if not match or (match["scheme"] and not of_data):
         return None
-    return Name(match["repo"], match["revision"] or "")
-
-
-def data_name(text: str) -> Name | None:
-    """As model_name, for data, with or without its weight."""
-    plain, _ = weighed(text)
-    match = _DATA.fullmatch(plain)
-    if not match:
+    local = Path(plain).exists() or Path(plain.partition("/")[0]).exists()
+    if not match["scheme"] and (local or (of_data and DataFile(Path(plain)).kind in KINDS)):
         return None
-    local = Path(plain).exists() or Path(plain.partition("/")[0]).exists() or DataFile(Path(plain)).kind in KINDS
-    if local and not match["scheme"]:
-        return None
-    return Name(match["repo"], match["revision"] or "", match["file"] or "")
+    return Name(match["repo"], match["revision"] or "", (match["file"] or "") if of_data else None)
 
 
 def stored_name(path: str | Path) -> Name | None:
     """The name of a downloaded model's folder, or of a file of data; None for any other path."""
-    path = Path(path).absolute()
-    match = path.is_relative_to(cache().absolute()) and _STORED.fullmatch(str(path.relative_to(cache().absolute())))
+    match = _STORED.fullmatch(os.path.relpath(path, cache()))
     if not match or (match[1] == "dataset") != bool(match[5]):
         return None
     return Name(f"{match[2]}/{match[3]}", match[4], match[5])
@@ -101,7 +95,7 @@ def written(path: str) -> str:
 
 def title(model: str) -> str:
     """A model's name for people."""
-    name = stored_name(model) or model_name(model)
+    name = stored_name(model) or name_of(model)
     return name.repo.partition("/")[2] if name else Path(model).resolve().name
 
 
@@ -125,7 +119,7 @@ def fetched(options: Options) -> Options:
 
 def folder_of(model: str, outline: bool = False) -> str:
     """The folder of a model; `model` itself if it is one. `outline`: without weights. Raises InputError, OSError."""
-    name = model_name(model)
+    name = name_of(model)
     if name is None:
         return model
     weights = [] if outline else ["*.safetensors"]
@@ -141,7 +135,7 @@ def base_for(folder: Path, model: str | None) -> str:
     if model:
         return folder_of(model)
     base, commit = peft_config.base_of(config), str(config.get("revision"))
-    path = folder_of(f"{base}@{commit}" if _COMMIT.fullmatch(commit) and model_name(base) else base)
+    path = folder_of(f"{base}@{commit}" if _COMMIT.fullmatch(commit) and name_of(base) else base)
     if not base or not Path(path).is_dir():
         raise InputError(f"{folder}: its base, {base or 'without a name'}, is not here. Name its folder: --model DIR.")
     return path
@@ -149,7 +143,7 @@ def base_for(folder: Path, model: str | None) -> str:
 
 def _data(text: str) -> list[str]:
     """Paths of data, with weights. Raises InputError, OSError."""
-    name, weight = data_name(text), text[len(weighed(text)[0]) :]
+    name, weight = name_of(text, of_data=True), text[len(weighed(text)[0]) :]
     if name is None:
         return [text]
     stored = cache() / f"datasets--{name.repo.replace('/', '--')}/snapshots" / name.revision / (name.file or "")

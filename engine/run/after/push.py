@@ -9,7 +9,7 @@ from typing import Any
 
 from trireme.engine.amounts import count
 from trireme.engine.run import config_file, screen
-from trireme.engine.run.after.hub import Name, asking, base_of, endpoint, model_name
+from trireme.engine.run.after.hub import Name, asking, base_of, endpoint, name_of
 from trireme.engine.run.options import Options, Push
 from trireme.engine.tuning import peft_config
 from trireme.models.config import InputError, read_raw
@@ -27,7 +27,7 @@ def run(o: Push) -> None:
 
 def check(o: Options) -> None:
     """Raises InputError before training if it is known already that the output cannot be uploaded."""
-    if o.push and (o.lora or o.adapter) and not (model_name(o.model) or base_of(o.model)[1]):
+    if o.push and (o.lora or o.adapter) and not (name_of(o.model) or base_of(o.model)[1]):
         raise _local_base(f"--push {o.push}", o.model)
     if o.push:
         _client(o.push)
@@ -42,7 +42,7 @@ def upload(out: Path, name: str) -> None:
     from huggingface_hub import CommitOperationAdd  # late: most runs need none of it
 
     base = peft_config.base_of(peft_config.read_adapter_config(out)) if (out / peft_config.CONFIG).is_file() else None
-    if base is not None and not model_name(base):
+    if base is not None and not name_of(base):
         raise _local_base(str(out), base)
     if not any(out.glob("*.safetensors")):
         raise InputError(f"{out} holds no model to upload. Name the output of a finished run.")
@@ -64,7 +64,7 @@ def upload(out: Path, name: str) -> None:
 def _card(out: Path, name: str, adapters: str | None) -> str:
     """The model card, in Markdown. `adapters`: the base of an adapter on the hub; None: of a whole model."""
     run = config_file.of_run(out)
-    source = model_name(adapters or (run.model if run else ""))
+    source = name_of(adapters or (run.model if run else ""))
     base = [f"base_model: {source.repo}"] if source else []
     head = ["library_name: transformers" if adapters is None else "library_name: peft", "tags: [trireme]", *base]
     what = f"{'A fine-tuned copy' if adapters is None else 'A LoRA adapter'} of {source.repo if source else 'a model'}"
