@@ -20,7 +20,7 @@ KNOWN = {  # (what they have, the nearest that is supported) -> their model type
     ("multi-head latent attention with scaled branches", "youtu"): "minicpm3",
     ("sparse attention with an indexer of its keys", "deepseek_v3"): ("deepseek_v4 hy_v4 hy_v4_vl mistral_large4 axk2"),
     ("sparse attention with an indexer of its keys, and images", "minimax_m2"): "minimax_m3_vl minimax_m3_vl_text",
-    ("a gate on the result of attention, and experts", "afmoe"): "step3p7",
+    ("limits of activations by layer, and experts of which gate and up are two tensors", "laguna"): "step3p7",
     ("embeddings for each layer, and layers that share keys and values", "gemma3"): "gemma3n gemma3n_text",
     ("attention in chunks, and experts with scaled inputs", "qwen3_moe"): "llama4 llama4_text",
     ("norms behind the branches together with experts", "olmoe"): "flex_olmo",
