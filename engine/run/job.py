@@ -28,18 +28,7 @@ from trireme.engine.planner.forecast import Files, Forecast, Work
 from trireme.engine.planner.host import choose_device, choose_gpus, drive_of, memory_limits, model_of
 from trireme.engine.planner.machine import pinnable, this_machine
 from trireme.engine.planner.rates import Machine, assume, reserved
-from trireme.engine.run import config_file, folder, screen
-from trireme.engine.run.opening import (
-    KINDS,
-    Opened,
-    alpha_of,
-    in_wording,
-    is_absent,
-    open_model,
-    pad_of,
-    parameters,
-    preference_of,
-)
+from trireme.engine.run import config_file, folder, opening, screen
 from trireme.engine.run.options import Every, Options, flag
 from trireme.engine.run.planning import Planner
 from trireme.engine.run.record import Fixed, Snapshot
@@ -68,7 +57,7 @@ class Job:
     """The model, data, machine and plan of a run, and the options in force."""
 
     options: Options
-    opened: Opened
+    opened: opening.Opened
     read: Dataset | None  # None of a dry run that names no data
     device: torch.device
     plan: Plan
@@ -102,7 +91,7 @@ class Job:
 
     @property
     def preference(self) -> Preference | None:
-        return preference_of(self.options)
+        return opening.preference_of(self.options)
 
     @property
     def total_steps(self) -> int:
@@ -150,7 +139,7 @@ def make(o: Options, begun: Snapshot | None = None, by_rule: bool = False) -> Jo
     check_options(o, begun)
     today = fixed.date if fixed else group.texts(date.today().isoformat())[0]
     with clock.at("headers"):
-        opened = open_model(o, today)
+        opened = opening.open_model(o, today)
         o = replace(o, labels=opened.labels, seq_len=sequence_length(o, opened.cfg))
         if fixed and (config_of(opened.cfg), tensors_of(opened.source)) != (fixed.config, fixed.tensors):
             raise InputError(f"--resume {o.out}: {o.model} is not what the run began with. Name its checkpoint.")
@@ -159,13 +148,13 @@ def make(o: Options, begun: Snapshot | None = None, by_rule: bool = False) -> Jo
         launches = {} if assumed else tuned.stored(device)
         if fixed and fixed.launches != tuned.digest(launches):
             screen.warn("kernels have other settings than before (check --tune), with which they may round differently")
-    room = (o.seq_len or 0) * (1 if KINDS.get(o.method, "pairs") in ("", "classes") else 2)  # of pairs two documents
-    planner = Planner(o, opened.cfg, room, device.type == "cuda", limits, fixed, group.hosts)
+    room = DataOptions(o.seq_len or 0, kind=opening.kind_of(o)).room
+    planner = Planner(o, opened.cfg, room, device.type == "cuda", limits, fixed)
     with clock.at("plan"):
         planner.refuse_early()
     with clock.at("tokens"):
         data = read_data(o, opened)
-    opened = in_wording(o, opened, data)
+    opened = opening.in_wording(o, opened, data)
     if begun and data and fingerprint(data) != begun.fixed.data:
         now, before = config_file.saved(o), begun.options
         other = [flag(name) for name in ("val", "tokenizer", "chat_template") if now[name] != before.get(name)]
@@ -187,7 +176,7 @@ def make(o: Options, begun: Snapshot | None = None, by_rule: bool = False) -> Jo
     with clock.at("plan"):
         plan, machine = planner.search(work, files, limits, machine, stores, by_rule)
         plan = replace(Plan.of(json.loads(group.texts(json.dumps(asdict(plan)))[0])), host=group.host)  # of host 0
-    if opened.cfg.frozen and not (assumed or is_absent(o)):
+    if opened.cfg.frozen and not (assumed or opening.is_absent(o)):
         why = why_copied(opened.cfg, plan.dtype, opened.source, opened.stored, stores)
         files = replace(files, copied=f"copied: {why}" if why else "")
     o = in_force(o, opened.cfg, plan)
@@ -239,7 +228,7 @@ def tensors_of(source: Source) -> dict[str, list[Any]]:
 # ---------------------------------------------------------------- data
 
 
-def read_data(o: Options, opened: Opened) -> Dataset | None:
+def read_data(o: Options, opened: opening.Opened) -> Dataset | None:
     """The data, tokenized; None without --data. Raises InputError, OSError."""
     cfg, shared, began = opened.cfg, cache_folder(), time.monotonic()
     if not o.data or (opened.codec is None and o.dry_run):
@@ -249,8 +238,8 @@ def read_data(o: Options, opened: Opened) -> Dataset | None:
         max_samples=o.max_samples, seed=o.seed, vocab_size=cfg.vocab, media=cfg.media, system=o.system,
         shared=shared / "tokens" if shared else None,  # by all runs of this user
         cache=None if o.dry_run else Path(o.out) / folder.RUN / "tokens",
-        kind=KINDS.get(o.method, "pairs"), variables=json.loads(o.chat_template_kwargs or "{}"), labels=o.labels,
-        pad=pad_of(o, opened.codec) if cfg.scores else None,
+        kind=opening.kind_of(o), variables=json.loads(o.chat_template_kwargs or "{}"), labels=o.labels,
+        pad=opening.pad_of(o, opened.codec) if cfg.scores else None,
     )  # fmt: skip
     try:
         far = lambda name, position, size: screen.far(f"reading {name}", position, size, began)
@@ -365,10 +354,10 @@ def in_force(o: Options, cfg: ModelConfig, plan: Plan) -> Options:
         rate = 1e-5 if cfg.lora else 1e-6
     chosen: dict[str, Any] = {"lr": rate, "weight_decay": 0.0 if cfg.lora else 0.01, "adam_bits": plan.adam_bits}
     if o.lora and cfg.lora:
-        chosen |= {"lora_alpha": alpha_of(o), "lora_targets": cfg.lora.targets}
+        chosen |= {"lora_alpha": opening.alpha_of(o), "lora_targets": cfg.lora.targets}
         o = replace(o, lora_targets=())
-    if of := preference_of(o):
-        chosen |= {name: getattr(of, name) for name in parameters(o.method)}
+    if of := opening.preference_of(o):
+        chosen |= {name: getattr(of, name) for name in opening.parameters(o.method)}
     if of_teacher := cfg.teaching:
         chosen |= {"distill_weight": of_teacher.weight, "temperature": of_teacher.temperature, "top_k": of_teacher.k}
     return replace(o, **{name: value for name, value in chosen.items() if getattr(o, name) in (None, ())})
@@ -377,7 +366,7 @@ def in_force(o: Options, cfg: ModelConfig, plan: Plan) -> Options:
 # ---------------------------------------------------------------- drives
 
 
-def files_of(o: Options, opened: Opened, data: Dataset | None, work: Work) -> Files:
+def files_of(o: Options, opened: opening.Opened, data: Dataset | None, work: Work) -> Files:
     """What the run has on drives, and will have, besides training state."""
     cfg, source, out = opened.cfg, opened.source, Path(o.out)
     held = [file for d in folder.stores(o) for file in version_files(d)]

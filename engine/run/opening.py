@@ -42,7 +42,7 @@ from trireme.models.losses.preferences import METHODS, Preference
 from trireme.storage.auxiliary import auxiliary_files, content_of
 from trireme.storage.checkpoint import Source
 
-KINDS: Mapping[str, Kind] = {"sft": "", "kto": "labels", "reward": "rewards", "classify": "classes"}
+KINDS: Mapping[str, Kind] = {"sft": "", "kto": "labels", "reward": "rewards", "classify": "classes"}  # others: pairs
 WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".ckpt"}
 ENDS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", CLASS)  # of names of transformers' classes
 TOP_K = 64  # of a teacher
@@ -161,12 +161,15 @@ def lora_of(o: Options, cfg: ModelConfig, adapter: Adapter | None) -> Lora:
     return replace(lora, dropout=dropout)
 
 
+def kind_of(o: Method) -> Kind:
+    """The kind of rows that a method reads."""
+    return KINDS.get(o.method, "pairs")
+
+
 def preference_of(o: Method) -> Preference | None:
     """The method of preferences; None for supervised fine-tuning."""
-    method = next((method for method in METHODS if method == o.method), None)
-    if method is None:
-        return None
-    return Preference(method, **{name: value for name in parameters(method) if (value := getattr(o, name)) is not None})
+    values = {name: value for name in parameters(o.method) if (value := getattr(o, name)) is not None}
+    return next((Preference(method, **values) for method in METHODS if method == o.method), None)
 
 
 def parameters(method: str) -> list[str]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from trireme.engine.amounts import rounded_up
 from trireme.engine.buffers import fits
 from trireme.engine.geometry import Geometry
+from trireme.engine.hosts.group import here
 from trireme.engine.plan import DoesNotFit, Limits, Mode, Plan
 from trireme.engine.planner.advice import check_drive
 from trireme.engine.planner.choose import choose, first_plan
@@ -40,14 +41,13 @@ class Planner:
     on_cuda: bool
     limits: Limits
     fixed: Fixed | None
-    hosts: int
 
     @cached_property
     def user_plan(self) -> Plan | None:
         """The plan of --plan. Raises InputError if it does not suit the model, the run or the device."""
         if not self.options.plan:
             return None
-        plan = replace(Plan.load(Path(self.options.plan)), hosts=self.hosts, host=self.hosts - 1)
+        plan = replace(Plan.load(Path(self.options.plan)), hosts=here().hosts, host=here().hosts - 1)
         wanted = {"gpus": self.limits.gpus, "mode": self._mode, "dtype": DTYPES.get(self.options.dtype)}
         wanted |= {"adam_bits": self.options.adam_bits} | (self.fixed.kept if self.fixed else {})
         table = [
@@ -64,7 +64,7 @@ class Planner:
     @property
     def _mode(self) -> Mode | None:
         """When AdamW updates, if it must wait until the gradients' norm is known; None: any."""
-        return "forward" if self.options.max_grad_norm or self.hosts > 1 else None
+        return "forward" if self.options.max_grad_norm or here().hosts > 1 else None
 
     @property
     def dtype(self) -> str:
@@ -119,7 +119,7 @@ class Planner:
         if plan:
             geo, needed = (
                 Geometry.of(self.cfg, plan),
-                math.ceil(work.sequences / (plan.tokens // self.room) / self.hosts),
+                math.ceil(work.sequences / (plan.tokens // self.room) / here().hosts),
             )
             if not fits(geo, plan, limits):  # the data has taken its part
                 raise DoesNotFit(f"--plan {o.plan} needs {shortage(geo, plan, limits)}. Leave it out.")
@@ -142,7 +142,7 @@ class Planner:
 
     def wanted(self, sequences: int) -> Wanted:
         """What a plan is wanted for, with steps of `sequences`. Raises InputError."""
-        o, gpus, hosts, begun = self.options, self.limits.gpus, self.hosts, self.fixed.plan if self.fixed else None
+        o, gpus, hosts, begun = self.options, self.limits.gpus, here().hosts, self.fixed.plan if self.fixed else None
         sequences = math.ceil(sequences / hosts)  # of each
         mode = self._mode or (begun.mode if begun else "backward")
         if begun:

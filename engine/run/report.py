@@ -8,17 +8,10 @@ from typing import Any
 from trireme.engine.amounts import compact, count, duration, gb, gib, seconds
 from trireme.engine.geometry import Geometry
 from trireme.engine.optimizer import learning_rate
+from trireme.engine.planner import lines as forecasts
 from trireme.engine.planner.advice import ENDLESS, faster
 from trireme.engine.planner.clock import Part
 from trireme.engine.planner.host import available_ram
-from trireme.engine.planner.lines import (
-    disk_line,
-    memory_lines,
-    ready_line,
-    time_line,
-    unmeasured_line,
-    wear_line,
-)
 from trireme.engine.planner.whole import Events, compile_s, estimated_parts, evaluation_s, written
 from trireme.engine.run import screen
 from trireme.engine.run.evaluate import LONGEST, MAX_NEW
@@ -41,9 +34,9 @@ def lines(job: Job) -> Iterator[str]:
     f, o, full = job.forecast, job.options, job.options.verbose or job.options.dry_run
     steps_s = job.total_steps * f.step.step_s if job.on_gpu else None
     writes = written(f, job.total_steps, events(job, 0, steps_s))
-    unmeasured = unmeasured_line(f, bool(o.assume)) if job.on_gpu else ""
+    unmeasured = forecasts.unmeasured_line(f, bool(o.assume)) if job.on_gpu else ""
     tuned = f"{count(len(job.launches), 'kernel')} as tuned by check --tune" if job.launches else ""
-    wear = wear_line(f, writes, steps_s) if full or job.plan.uses("ssd") else ""
+    wear = forecasts.wear_line(f, writes, steps_s) if full or job.plan.uses("ssd") else ""
     for label, texts in {
         "model": _model(job),
         "data": job.data.report.lines() if job.read else [_no_data(job)],
@@ -55,13 +48,17 @@ def lines(job: Job) -> Iterator[str]:
         "steps": [_steps(job)],
         "eval": _evaluations(job),
         "ssd": [wear],
-        "disk": [f"{', '.join(dict.fromkeys([o.out, *o.store]))}: {disk_line(f)}"],
+        "disk": [f"{', '.join(dict.fromkeys([o.out, *o.store]))}: {forecasts.disk_line(f)}"],
     }.items():
         yield from screen.labelled(label, list(filter(None, texts)))
-    memory = memory_lines(f, job.on_gpu)
+    memory = forecasts.memory_lines(f, job.on_gpu)
     yield from memory if full else [memory[0], *memory[-2:]]  # total and limit
     on_cpu = ["time     known after the second step: on a CPU it is measured"]
-    yield from [f"time     {time_line(f)}", f"ready    {ready_line(estimate(job))}"] if job.on_gpu else on_cpu
+    yield from (
+        [f"time     {forecasts.time_line(f)}", f"ready    {forecasts.ready_line(estimate(job))}"]
+        if job.on_gpu
+        else on_cpu
+    )
     yield from _notes(job)
     yield from _faster(job) if o.dry_run and job.on_gpu else []
     if o.dry_run:

@@ -12,7 +12,7 @@ import numpy as np
 from trireme.engine.data.dataset import Dataset
 from trireme.engine.run import screen
 from trireme.engine.run.after.opened import Finished, computing, open_finished, read_rows, rows_of, with_defaults
-from trireme.engine.run.opening import KINDS, preference_of
+from trireme.engine.run.opening import kind_of, preference_of
 from trireme.engine.run.options import Eval
 from trireme.models.config import InputError
 from trireme.models.losses.preferences import Preference
@@ -44,7 +44,7 @@ def losses(o: Eval) -> Iterator[dict[str, float]]:
     preference = preference_of(o)
     if preference and o.method != "reward":
         f.refuse_scores(f"leave --method {o.method} out")
-    kind = "" if preference is None else KINDS.get(o.method, "pairs")
+    kind = "" if preference is None else kind_of(o)
     if f.cfg.scores:
         preference, kind = (Preference("reward"), "rewards") if f.cfg.scores == 1 else (preference, "classes")
     if o.reference and not (preference and preference.compares):
