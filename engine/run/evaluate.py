@@ -33,7 +33,7 @@ from trireme.models.config import InputError
 from trireme.models.generate import generate, needs
 from trireme.models.losses.preferences import Documents, Preference, compare, joined
 from trireme.models.rows import Load, rope_tables
-from trireme.storage.untrusted import checksum, quoted
+from trireme.storage.untrusted import checksum
 
 if TYPE_CHECKING:
     from trireme.engine.run.state import Training
@@ -146,8 +146,8 @@ def in_order(step: Sequence[InRam], losses: Sequence[torch.Tensor]) -> list[floa
 def with_reference(run: Training, stopped: Stopped) -> None:
     """Gives the run's data the log-probabilities of the model before training, if the method compares with them.
 
-    A resumed run has them in .run/reference.json; else the engine computes them, which has that model or loads it, and
-    a resumed run ends with it. Raises InputError, StoreError; KeyboardInterrupt if `stopped()`.
+    A resumed run has them in .run/reference.json; else the engine computes them, which has that model or loads it.
+    Raises InputError, StoreError; KeyboardInterrupt if `stopped()`.
     """
     job, path = run.job, run.folder.run / folder.REFERENCE
     if job.preference is None or not job.preference.compares:
@@ -169,11 +169,7 @@ def with_reference(run: Training, stopped: Stopped) -> None:
         if len(logps) < total:
             raise KeyboardInterrupt
         if not here().host:
-            record.write(path, Reference([float(logp) for logp in logps]))
-        here().meet()
-        if run.begun:  # the engine has the weights before training, and passes read ahead
-            made = "the reference was lost and has been computed again"
-            raise InputError(f"--resume {job.out}: {made}. To continue, once more: --resume {quoted(job.out)}.")
+            record.write(path, Reference(logps))
         run.fixed = replace(run.fixed, reference=key)
         pairs = count(total // 2, "answer" if job.data.options.kind == "labels" else "pair")
         screen.say(f"compared {pairs}: the reference took {seconds(time.monotonic() - began)}")

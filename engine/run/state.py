@@ -194,12 +194,15 @@ class Training:
     def load_snapshot(self, stopped: Stopped) -> None:
         """Fills the engine with the last snapshot, and what is frozen from the checkpoint."""
         placement, common = self.engine.placement, self.folder.common
+        if self.sums and not common:  # the model before training is there, which was needed once more
+            self.store.restore()
         with loading("loading", placement.nbytes(), stopped) as progressed:
             try:
                 load_share(placement, common, progressed) if common else load_from_store(placement, progressed)
             except Damaged as damage:
                 way = way_back(self.store.paths[0] / self.store.snapshots[-1].folder)
                 raise StoreError(damage.errno, f"{DAMAGED}. {way}", damage.filename) from damage
+        self.engine.weights.forget()  # a reference that was lost has been computed again
         if placement.frozen_bytes:
             exchange = Exchange(self.job.cfg, self.job.source, placement)
             with loading("loading what is frozen", placement.frozen_bytes, stopped) as progressed:
