@@ -20,7 +20,7 @@ from trireme.models.families.packing import MX, Packing
 from trireme.models.packed import DTYPE, decode, in_file_order
 
 STRIP = 1 << 22  # numbers that are in fp32 at a time: 16 MiB, which stay in the L2 of large GPUs
-Strip = tuple[slice, slice]  # matrices and their rows
+Strip = tuple[slice, slice]  # matrices of an expert and their rows
 
 
 def decode_sum(
@@ -41,13 +41,13 @@ def decode_sum(
     extent = into.new_zeros(count, dtype=torch.float32)
 
     def total(at: Strip) -> Tensor:
-        """Some matrices, or rows of one, in fp32."""
-        (matrices, rows), experts = at, slice(at[0].start // each, -(-at[0].stop // each))
-        x = torch.empty(into[at].shape, dtype=torch.float32, device=into.device)
+        """The matrices of an expert, or rows of one, in fp32."""
+        (matrices, rows), x = at, torch.empty(into[at].shape, dtype=torch.float32, device=into.device)
         decode(packing, _pieces(packing, parts, shape, at), x)
-        first = matrices.start % each * shape[0] + rows.start
-        left = by_row[experts, :, first : first + x.numel() // (columns * (experts.stop - experts.start))]
-        x.view(len(left), -1, columns).baddbmm_(left.mT.float(), by_column[experts].float(), alpha=scale)
+        e, m = divmod(matrices.start, each)
+        first = m * shape[0] + rows.start
+        left = by_row[e, :, first : first + x.numel() // columns].T.float()
+        x.view(-1, columns).addmm_(left, by_column[e].float(), alpha=scale)
         return x
 
     strips = list(_strips(packing, len(a), each, shape))
@@ -91,11 +91,12 @@ def launched(packing: Packing, x: Tensor, extent: Tensor, out: Tensor) -> bool:
 
 
 def _strips(packing: Packing, experts: int, each: int, shape: tuple[int, int]) -> Iterator[Strip]:
-    """All matrices of some experts at a time; of larger ones some rows, in whole blocks."""
+    """The matrices of an expert, or of larger ones some rows, in whole blocks. Products, and so their bits, are the
+    same however experts are divided into slices.
+    """
     rows, columns = shape
-    if at_once := STRIP // (each * rows * columns):
-        for e in range(0, experts, at_once):
-            yield slice(e * each, min(e + at_once, experts) * each), slice(0, rows)
+    if each * rows * columns <= STRIP:
+        yield from ((slice(e * each, (e + 1) * each), slice(0, rows)) for e in range(experts))
         return
     step = packing.step(shape)
     step *= max(1, STRIP // (step * columns))
