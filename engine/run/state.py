@@ -145,9 +145,10 @@ class Training:
         Raises DoesNotFit, InputError, StoreError; KeyboardInterrupt between two pieces if `stopped()`.
         """
         job, o = self.job, self.job.options
-        if isinstance(job.source, Cached) and not job.source.is_made():
-            with loading(f"quantizing the base to {job.source.base}", job.source.file_bytes, stopped) as progressed:
-                job.source.make(progressed)
+        if isinstance(job.source, Cached):
+            what = "checking the base" if job.source.is_made() else f"quantizing the base to {job.source.base}"
+            with loading(what, job.source.file_bytes, stopped) as progressed:
+                job.source.make(progressed, screen.warn)
         hold_to(job.limits, job.device)
         adamw = AdamW(o.betas[0], o.betas[1], weight_decay=o.weight_decay or 0.0, max_grad_norm=o.max_grad_norm)
         files, wire = self._base_files(), here().wire

@@ -1,7 +1,7 @@
 """--base with --store: the quantized weights are kept in a file of the store, for this run and for later ones.
 
 DIR/bases/nf4-KEY.safetensors has the parts of all matrices, by their names in memory, and in its header the stamps of
-the checkpoint's files that it was made from. KEY is made of the shapes and of some of the values.
+the checkpoint's files that it was made from; a .sum file has its checksum. KEY is made of the shapes and some values.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import numpy as np
 
 from trireme.engine.tuning.base import check_unchanged, stamps
 from trireme.engine.tuning.quantized import Encoder, Quantized
-from trireme.storage.checkpoint import SourceTensor
-from trireme.storage.files import check_space, partial_of, sync_folder, write_synced
+from trireme.storage.checkpoint import SourceTensor, counted
+from trireme.storage.files import check_space, partial_of, replace_synced, stream, sync_folder, write_synced
 from trireme.storage.headers import encode_header
 from trireme.storage.layout import sequential
-from trireme.storage.untrusted import checksum
+from trireme.storage.untrusted import checksum, summed
 
 FOLDER = "bases"
 ENCODING = 1  # of this code: another one has other values
@@ -40,25 +40,37 @@ class Cached(Quantized):
     def file_bytes(self) -> int:
         return len(self.header) + sum(t.nbytes for t in self.parts.values())
 
+    @property
+    def sum(self) -> Path:
+        return self.file.with_suffix(".sum")
+
     def is_made(self) -> bool:
         """Whether the file is there, whole, and was made from the checkpoint as it is."""
-        if not self.file.is_file() or self.file.stat().st_size != self.file_bytes:
+        if not (self.file.is_file() and self.sum.is_file()) or self.file.stat().st_size != self.file_bytes:
             return False
         with self.file.open("rb") as file:
             return file.read(len(self.header)) == self.header
 
-    def make(self, progress: Callable[[int], object]) -> None:
-        """Writes the file. It gets its name when it is complete and synced. Raises StoreError."""
-        before = stamps(self.original)
+    def make(self, progress: Callable[[int], object], say: Callable[[str], object]) -> None:
+        """Writes the file, unless it is made and has its checksum. It gets its name when it is complete and synced.
+        Raises StoreError.
+        """
+        if self.is_made():
+            if checksum(counted(stream(self.file), progress)).encode() == self.sum.read_bytes():
+                return
+            say(f"{self.file} is damaged: it is made again")
+        before, sums = stamps(self.original), list[str]()
         self.file.parent.mkdir(parents=True, exist_ok=True)
         check_space(self.file.parent, self.file_bytes, "the quantized base")
+        self.sum.unlink(missing_ok=True)
         try:
-            write_synced(partial_of(self.file), self._content(progress))
+            write_synced(partial_of(self.file), summed(self._content(progress), sums.append))
             check_unchanged(before)
             partial_of(self.file).replace(self.file)
         finally:
             partial_of(self.file).unlink(missing_ok=True)
         sync_folder(self.file.parent)
+        replace_synced(self.sum, sums[0].encode())
 
     def _content(self, progress: Callable[[int], object]) -> Iterator[memoryview]:
         """Yields the file's bytes. The codes of a matrix come first, so its scales wait."""

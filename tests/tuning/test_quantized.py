@@ -166,7 +166,7 @@ def test_with_a_store_a_base_is_quantized_once(tmp_path, monkeypatch):
         kept = cached(anew, store)
         assert not kept.is_made()
         heard = []
-        kept.make(heard.append)
+        kept.make(heard.append, print)
         assert sum(heard) == kept.file_bytes - len(kept.header)
         assert kept.is_made()
         assert kept.file.stat().st_size == kept.file_bytes
@@ -195,29 +195,36 @@ def test_a_kept_base_is_that_of_the_checkpoint(tmp_path):
         cfg, source, stored = opened(tmp_path, lambda cfg: adapted(cfg, Lora(2, 4.0, ("q_proj",))))
         return cached(quantized(cfg, source, "fp8", stored)[1], tmp_path)
 
-    kept = opened_again()
-    kept.make(lambda n: None)
+    kept, said = opened_again(), []
+    kept.make(lambda n: None, said.append)
+    content = kept.file.read_bytes()
+    flip(kept.file, -1)
+    kept.make(lambda n: None, said.append)
+    assert str(kept.file) in said.pop()
+    assert kept.file.read_bytes() == content
     changes = {
         "as it was": (lambda: None, False),
         "touched": (lambda: utime(file, ns=(5, 5)), True),
         "other values": (lambda: flip(file, -1), True),
         "cut short": (lambda: truncate(kept.file, 5000), True),
         "another header": (lambda: flip(kept.file, 500), True),
+        "no checksum": (kept.sum.unlink, True),
     }
     for case, (change, anew) in changes.items():
         change()
         kept = opened_again()
         assert kept.is_made() != anew, case
-        kept.make(lambda n: None)
+        kept.make(lambda n: None, said.append)
         assert kept.is_made(), case
-    assert {path.name for path in kept.file.parent.iterdir()} == {kept.file.name}
+    assert not said
+    assert {path.name for path in kept.file.parent.iterdir()} == {kept.file.name, kept.sum.name}
     kept.file.unlink()
 
     def stop(nbytes):
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        kept.make(stop)
+        kept.make(stop, said.append)
     assert not list(kept.file.parent.iterdir())
 
 
