@@ -115,7 +115,7 @@ class _Style:
         learned = [i for i, yes in enumerate(wanted) if yes]
         rendering, messages = self.written(chat)
         text, generated, tags = rendering.text, rendering.generated, self.template.tags
-        self._check_written(messages, chat.tools, rendering)
+        self._check_written(messages, chat.tools, rendering, learned)
         if learned and not (rendering.turns or generated):
             raise _not_located(learned[0])
         if tags:
@@ -192,11 +192,14 @@ class _Style:
 
     # ------------------------------------------------ checks
 
-    def _check_written(self, messages: list[Fields], tools: list[Fields] | None, rendering: Rendering) -> None:
-        """Raises BadRow if a message is missing in the text. A message whose words are not in its turn is looked for
-        once more, with words in its place that are nowhere else. Of a leading system message a note says so.
+    def _check_written(
+        self, messages: list[Fields], tools: list[Fields] | None, rendering: Rendering, learned: list[int]
+    ) -> None:
+        """Raises BadRow if a message is missing in the text, or is in a turn to learn, as a tool's answer in its call.
+        A message whose words are not in its turn is looked for once more, with words in its place that are nowhere
+        else. Of a leading system message a note says so.
         """
-        marks = {}
+        marks, other = dict[int, str](), rendering
         for i, message in enumerate(messages):
             words = (message.get("content") or "").strip()
             leads = i == 0 and message["role"] == "system"
@@ -210,6 +213,9 @@ class _Style:
             other = self.template.render(replaced, tools)
             # A turn may also have the words in another form, in capitals for instance.
             absent = [i for i in marks if marks[i] not in other.text and other.written(i) == rendering.written(i)]
+        for i in learned if not self.template.tags else ():
+            if any(mark in other.written(i) for mark in marks.values()):
+                raise _not_located(i)
         for i in absent[:1]:
             role = messages[i]["role"]
             ways = f"call it 'system' in the data, or {_FILE}" if role == "developer" else _FILE

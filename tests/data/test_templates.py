@@ -177,11 +177,19 @@ def test_answers_are_found_without_tags(source, talk, trained):
     assert "|".join(found.text[a:b].strip() for a, b in found.spans) == trained, bracketed(found)
 
 
+INSIDE = (  # the answer of a tool is written by the turn of its call
+    "{{ (tools or []) | tojson }}{% for m in messages %}{% set i = loop.index %}{% if m.role != 'tool' %}"
+    "{{ '<' + m.role + '>' + m.content }}"
+    "{% for c in m.tool_calls or [] %}{{ '[' + c.function.name + '=' + messages[loop.index0 + i].content + ']' }}"
+    "{% endfor %}{% endif %}{% endfor %}" + ASKED
+)
 REFUSED = [  # template, talk, a word of the fault
     ("{% for m in messages %}{{ m.content }}{% endfor %}{{ raise_exception('no') }}", "one turn", "no"),
     ("{{ messages[0].content }}", "one turn", "message 1"),
     ("{% for m in messages %}{% if m.role != 'user' %}{{ m.content }}{% endif %}{% endfor %}", "one turn", "message 0"),
     (CHATML, "call", "tide_at"),
+    (INSIDE, "call", "message 1"),
+    (INSIDE, "two calls", "message 1"),
 ]
 
 
