@@ -110,7 +110,7 @@ def open_finished(name: str, model: str | None = None) -> Finished:
     base = Path(hub.base_for(path, model)) if is_adapter else path
     cfg = read_config(base, run.rope_factor if is_adapter else None)
     cfg = scored_by(path, cfg) if is_adapter else cfg
-    source = open_checkpoint(base, cfg.packing, screen.warn)
+    source = open_checkpoint(base, cfg.packing, lambda _: None)  # of files that are not copied, as nothing is
     cfg = as_stored(cfg, source)
     adapter = read_adapter(path, cfg) if is_adapter else None
     cfg = replace(adapted(cfg, adapter.lora) if adapter else replace(cfg, frozen=("*",)), trains=False)
