@@ -34,7 +34,7 @@ BUDGETS = {
     "engine/tuning/**": 2274,  # 2188
     "engine/run/**": 5684,  # 5020
     "scripts/**": 2967,
-    "tests/**": 25660,  # 25044
+    "tests/**": 25676,  # 25044
 }
 MOST_LINES_OF_PROSE = 3200  # README, docs and the other pages
 MOST_LINES_OF_README = 140

@@ -35,7 +35,6 @@ def _e4m3(b_x):
 @triton.jit
 def _groups(p_x, L: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr):
     """(matrix, numbers of some groups (BLOCK / GROUP, GROUP), their offsets, mask)."""
-    await_previous()
     n_blocks: tl.constexpr = (L + BLOCK - 1) // BLOCK
     i_m, i_b = (tl.program_id(0) // n_blocks).to(tl.int64), tl.program_id(0) % n_blocks
     o_g, o_k = tl.arange(0, BLOCK // GROUP), tl.arange(0, GROUP)
@@ -46,6 +45,7 @@ def _groups(p_x, L: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr):
 @launcher
 @triton.jit
 def _fp4_round(p_x, p_all, p_out, L: tl.constexpr, GROUP: tl.constexpr, DIVIDE: tl.constexpr, BLOCK: tl.constexpr):
+    await_previous()
     i_m, b_x, o, mask = _groups(p_x, L, GROUP, BLOCK)
     b_most = tl.max(tl.abs(b_x), 1)[:, None]
     if p_all is not None:
@@ -78,6 +78,7 @@ def fp4_round(x: Tensor, of_all: Tensor | None, out: Tensor, group: int, divide:
 @launcher
 @triton.jit
 def _nf4_round(p_x, p_table, p_out, L: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr):
+    await_previous()
     _, b_x, o, mask = _groups(p_x, L, GROUP, BLOCK)
     b_most = tl.max(tl.abs(b_x), 1)[:, None]
     b_y = b_x * tl.where(b_most > 0, tl.minimum(tl.div_rn(1.0, b_most), 3.4028234663852886e38), 0.0)
@@ -105,6 +106,7 @@ def _int4_round(
     p_x, p_like, p_out, L: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr, LEAST: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
+    await_previous()
     _, b_x, o, mask = _groups(p_x, L, GROUP, BLOCK)
     b_low, b_high = tl.minimum(tl.min(b_x, 1), 0.0)[:, None], tl.maximum(tl.max(b_x, 1), 0.0)[:, None]
     b_wide = tl.div_rn(b_high - b_low, 15.0) if ZEROS else tl.div_rn(tl.maximum(-b_low, b_high), 7.5)
