@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -93,14 +93,12 @@ def open_model(o: Options, date: str | None) -> Opened:
     cfg = aware(cfg, o.base) if o.merge_aware else cfg
     source = as_trained(cfg, source, stored)
     codec = load_codec(o.tokenizer or o.model, o.chat_template, date) if o.data and (o.tokenizer or o.model) else None
-    source = as_written(o, cfg, source, codec, names)
+    source = as_written(replace(o, labels=names), cfg, source, codec)
     source = headed(cfg, source) if cfg.scores and not cfg.lora else source
     return Opened(cfg, source, stored, codec, names, adapter, tuple(_notes(o, raw, cfg, adapter)))
 
 
-def as_written(
-    o: Options, cfg: ModelConfig, source: Source, codec: Codec | None = None, names: Sequence[str] = ()
-) -> Source:
+def as_written(o: Options, cfg: ModelConfig, source: Source, codec: Codec | None = None) -> Source:
     """`source` with the other files of the output: tokenizer, template, config.json. Raises InputError."""
     if codec is None and source.files and (o.tokenizer or o.chat_template or cfg.scores):
         codec = load_codec(o.tokenizer or o.model, o.chat_template, None)
@@ -114,7 +112,7 @@ def as_written(
     source = replace(source, auxiliary=files)
     if cfg.scores and source.files:
         config = json.loads(content_of(files["config.json"]))
-        names = names or (o.labels if len(o.labels) == cfg.scores else ()) or names_in(config, cfg.scores)
+        names = o.labels if len(o.labels) == cfg.scores else names_in(config, cfg.scores)
         source = with_config(cfg, source, config, names, pad_of(o, codec))
     return source
 

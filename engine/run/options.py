@@ -220,11 +220,10 @@ def converted(f: Field[Any], value: Any) -> Any:
     if parse is bool or isinstance(value, (bool, dict)) or (isinstance(value, (list, tuple)) and not many):
         raise ValueError(f"{str(value)[:60]} is not a value of it")
     as_text = lambda v: os.fspath(v) if isinstance(v, os.PathLike) else str(v)
-    if not many:
-        return parse(as_text(value))
-    if not isinstance(value, (list, tuple)):
-        value = [value] if f.metadata["repeat"] else [part.strip() for part in as_text(value).split(",")]
-    return tuple(parse(as_text(part)) for part in value)
+    if many and not f.metadata["repeat"] and not isinstance(value, (list, tuple)):
+        value = [part.strip() for part in as_text(value).split(",")]
+    values = tuple(parse(as_text(part)) for part in (value if isinstance(value, (list, tuple)) else [value]))
+    return values if many else values[0]
 
 
 # ---------------------------------------------------------------- the options

@@ -81,10 +81,9 @@ class Screen:
         try:
             stream.write(text)
             stream.flush()
-        except BrokenPipeError:
-            if self.must_write:
-                raise
         except OSError as error:
+            if self.must_write and isinstance(error, BrokenPipeError):
+                raise
             if self.must_write:
                 raise StoreError(error.errno, error.strerror, OUTPUT) from None
         finally:
