@@ -43,6 +43,7 @@ class Interrupted(Error):
     """A signal asked to stop: 130. The run is saved if a step was done."""
 
 
+os.environ.update(cli.ENVIRONMENT | os.environ)  # before torch is loaded, whose threads read it
 KINDS = {2: InputError, 3: DoesNotFit, 130: Interrupted}
 SHORT = ("model ", "steps ", "disk ", "time ", "ready ")  # lines of a report that a plan shows
 
@@ -50,7 +51,6 @@ SHORT = ("model ", "steps ", "disk ", "time ", "ready ")  # lines of a report th
 @contextmanager
 def _calling(show: bool = False) -> Iterator[None]:
     """A context of one call: with `show` it prints as the command does; errors become those of this module."""
-    os.environ.update(cli.ENVIRONMENT | os.environ)
     failure: Error | None = None
     with screen.to(sys.stdout if show else io.StringIO()):
         try:
