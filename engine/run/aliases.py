@@ -87,9 +87,8 @@ def translated(values: Mapping[str, Any], where: str = "") -> dict[str, Any]:
         if meaning and not (name == "adapter" and Path(str(value)).is_dir()):
             implied |= meaning[0]
         elif (meanings and not is_option) or name in named:
-            raise InputError(
-                f"{where}{key} {text} has no meaning here, or is given twice. Leave it out, or see --help."
-            )
+            wrong = f"{key} {text} has no meaning here, or is given twice"
+            raise InputError(f"{where}{wrong}. Leave it out, or see --help.")
         elif is_switch or not (text == "false" or any(fnmatch(key, glob) for glob in NOTHING.split())):
             named[name] = {"true": True, "false": False}.get(text, value) if is_switch else value
     return {name: value for name, value in implied.items() if name != "lora" or "adapter" not in named} | named

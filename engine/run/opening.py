@@ -26,18 +26,8 @@ from trireme.engine.tuning.packed_source import as_said, as_stored, as_trained, 
 from trireme.engine.tuning.parts import open_checkpoint
 from trireme.engine.tuning.peft import read_adapter
 from trireme.engine.tuning.quantized import quantized
-from trireme.models import hf
-from trireme.models.config import (
-    CLASS,
-    InputError,
-    Lora,
-    ModelConfig,
-    Teaching,
-    labels_of,
-    read_config,
-    read_raw,
-    scored,
-)
+from trireme.models import config, hf
+from trireme.models.config import CLASS, InputError, Lora, ModelConfig, Teaching
 from trireme.models.losses.preferences import METHODS, Preference
 from trireme.storage.auxiliary import auxiliary_files, content_of
 from trireme.storage.checkpoint import Source
@@ -63,8 +53,8 @@ class Opened:
 
 def open_model(o: Options, date: str | None) -> Opened:
     """Opens what the options name. `date`: what chat templates take for today. Raises InputError, CheckpointError."""
-    raw = {} if o.shape else read_raw(o.model)
-    cfg = find_model(o.shape) if o.shape else read_config(o.model, o.rope_factor)
+    raw = {} if o.shape else config.read_raw(o.model)
+    cfg = find_model(o.shape) if o.shape else config.read_config(o.model, o.rope_factor)
     names = class_names(o, raw)
     smoothing = (o.label_smoothing or 0.0) if o.method == "sft" else 0.0
     cfg = replace(cfg, fp8=o.dtype == "fp8", teaching=teaching_of(o, cfg.vocab), smoothing=smoothing)
@@ -108,12 +98,12 @@ def as_written(o: Options, cfg: ModelConfig, source: Source, codec: Codec | None
         eos = codec.facts.eos if codec.facts.eos is not None and codec.facts.eos < cfg.vocab else None
         files |= auxiliary_files(Path(o.model), other, codec.facts.chosen, eos)
     if o.rope_factor:
-        files["config.json"] = json.dumps(read_raw(o.model, o.rope_factor), indent=2).encode()
+        files["config.json"] = json.dumps(config.read_raw(o.model, o.rope_factor), indent=2).encode()
     source = replace(source, auxiliary=files)
     if cfg.scores and source.files:
-        config = json.loads(content_of(files["config.json"]))
-        names = o.labels if len(o.labels) == cfg.scores else names_in(config, cfg.scores)
-        source = with_config(cfg, source, config, names, pad_of(o, codec))
+        raw = json.loads(content_of(files["config.json"]))
+        names = o.labels if len(o.labels) == cfg.scores else names_in(raw, cfg.scores)
+        source = with_config(cfg, source, raw, names, pad_of(o, codec))
     return source
 
 
@@ -189,7 +179,7 @@ def class_names(o: Options, raw: dict[str, Any]) -> tuple[str, ...]:
     """
     if o.method != "classify":
         return ()
-    there = labels_of(raw, o.model)
+    there = config.labels_of(raw, o.model)
     known = names_in(raw, there) if there > 1 else ()
     if known:
         check_problem(raw, o.model)
@@ -210,7 +200,7 @@ def with_head(o: Options, cfg: ModelConfig, classes: int) -> ModelConfig:
     if cfg.scores and cfg.scores != scores:
         way = f"Train it with --method {'reward' if cfg.scores == 1 else 'classify'}."
         raise InputError(f"{where} has a score head ({of_head(cfg)}), and no output matrix. {way}")
-    return scored(cfg, scores, where) if scores and not cfg.scores else cfg
+    return config.scored(cfg, scores, where) if scores and not cfg.scores else cfg
 
 
 def of_head(cfg: ModelConfig) -> str:
@@ -219,7 +209,7 @@ def of_head(cfg: ModelConfig) -> str:
 
 def pad_of(o: Options, codec: Codec | None) -> int | None:
     """The padding token, which a score head does not read."""
-    return pad_in({} if o.shape else read_raw(o.model), codec.facts.pad if codec else None)
+    return pad_in({} if o.shape else config.read_raw(o.model), codec.facts.pad if codec else None)
 
 
 def _notes(o: Options, raw: Mapping[str, Any], cfg: ModelConfig, adapter: Adapter | None) -> Iterator[str]:

@@ -117,14 +117,11 @@ class Planner:
         o, wanted, plan = self.options, self.wanted(work.sequences), self.user_plan
         wanted = replace(wanted, document=work.document, trained=work.trained, compared=work.compared)
         if plan:
-            geo, needed = (
-                Geometry.of(self.cfg, plan),
-                math.ceil(work.sequences / (plan.tokens // self.room) / here().hosts),
-            )
+            geo, rows = Geometry.of(self.cfg, plan), plan.tokens // self.room
             if not fits(geo, plan, limits):  # the data has taken its part
                 raise DoesNotFit(f"--plan {o.plan} needs {shortage(geo, plan, limits)}. Leave it out.")
-            if needed > plan.n_micro:
-                wrong = f"a step is {needed} micro-batches, not {plan.n_micro}"
+            if (n_micro := math.ceil(work.sequences / rows / here().hosts)) > plan.n_micro:
+                wrong = f"a step is {n_micro} micro-batches, not {plan.n_micro}"
                 raise InputError(f"--plan {o.plan}: {wrong}. Leave it out.")
             return plan, machine
         first = first_plan(self.cfg, limits, wanted, drive=not o.assume or bool(machine.ssd))

@@ -53,12 +53,11 @@ def lines(job: Job) -> Iterator[str]:
         yield from screen.labelled(label, list(filter(None, texts)))
     memory = forecasts.memory_lines(f, job.on_gpu)
     yield from memory if full else [memory[0], *memory[-2:]]  # total and limit
-    on_cpu = ["time     known after the second step: on a CPU it is measured"]
-    yield from (
-        [f"time     {forecasts.time_line(f)}", f"ready    {forecasts.ready_line(estimate(job))}"]
-        if job.on_gpu
-        else on_cpu
-    )
+    if job.on_gpu:
+        yield f"time     {forecasts.time_line(f)}"
+        yield f"ready    {forecasts.ready_line(estimate(job))}"
+    else:
+        yield "time     known after the second step: on a CPU it is measured"
     yield from _notes(job)
     yield from _faster(job) if o.dry_run and job.on_gpu else []
     if o.dry_run:
@@ -186,14 +185,12 @@ def events(job: Job, done: int, steps_s: float | None) -> Events:
         evaluations += total > done and not o.eval_every.due(total, total, 0)  # the last
     compares = job.read and job.preference and job.preference.compares and not done
     snapshots, bests = o.save_every.times(done, total, steps_s), max(0, evaluations - (done == 0) - 1)
-    n = held_out.n_sequences if held_out else 0
+    n, exports = held_out.n_sequences if held_out else 0, 1 + o.export_every.times(done, total, steps_s)
     return Events(
         evaluations=evaluations,
         held_out=job.eval_rows or n,
         reference=job.data.n_sequences + n if compares else 0,
-        exports=1
-        + (min(bests, snapshots) if job.forecast.best_copy else bests)
-        + o.export_every.times(done, total, steps_s),
+        exports=exports + (min(bests, snapshots) if job.forecast.best_copy else bests),
         snapshots=snapshots,
         samples=evaluations + 1 if job.opened.codec and not job.cfg.scores else 0,
         tokens=MAX_NEW,
