@@ -60,6 +60,7 @@ class Family:
     post_eps_key: str = ""  # eps of norms behind mixers and MLPs, 1e-8 by default; "": that of the others
     gated: bool = True  # otherwise an activation between two matmuls
     acts: tuple[str, ...] = SILU  # the first is the default
+    tanh_meant: bool = False  # gelu in config.json stands for its approximation by tanh
     qk_norm: Literal["", "head", "width", "bare"] = ""  # norms of q and k: per head, over all, per head without weights
     qk_norm_key: str = ""  # key that says whether there are such norms; "": there are
     rope_first: bool = False  # q and k are rotated before their norms

@@ -243,7 +243,8 @@ def _norm_of(family: Family) -> Literal["rms", "rms + 1", "layer"]:
 
 def act_of(keys: Keys, family: Family) -> Act:
     """The activation that config.json names, which must be one of the family's."""
-    return ACTS[keys.raw.get(family.spelled["act"]) or family.acts[0]]
+    name = keys.raw.get(family.spelled["act"]) or family.acts[0]
+    return "gelu" if name == EXACT_GELU and family.tanh_meant else ACTS[name]
 
 
 _ACTS: dict[Act, tuple[str, ...]] = {"silu": SILU, "gelu": GELU, "exact gelu": (EXACT_GELU,), "relu2": RELU2}

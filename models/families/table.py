@@ -224,8 +224,8 @@ FAMILIES = {
     ),
     "gemma": Family(
         "Gemma 1 (2B, 7B), CodeGemma",
-        add_one=True, acts=(*GELU, EXACT_GELU), vocab=256000, n_heads=16, kv_heads=16, head_dim=256, max_positions=8192,
-        tied=True, qkv_bias=BIAS, o_bias=BIAS, embed_root=True,
+        add_one=True, acts=(*GELU, EXACT_GELU), tanh_meant=True, vocab=256000, n_heads=16, kv_heads=16, head_dim=256,
+        max_positions=8192, tied=True, qkv_bias=BIAS, o_bias=BIAS, embed_root=True,
     ),
     "gemma2": Family("Gemma 2 (2B to 27B)", names=names.BOTH, **_GEMMA2),
     "vaultgemma": Family("VaultGemma 1B", names=names.BEFORE_MLP, **_GEMMA2),

@@ -40,7 +40,7 @@ IN_FP64 = [case for case, (model_type, _) in CASES.items() if FAMILIES[model_typ
 def test_where_rounding_grows_in_fp64(case):
     """In recurrences of random weights, and of scores that are not scaled; experts change: fp32 is no oracle."""
     # transformers rounds Falcon-H1's ssm_multipliers, and Gemma 4's factor of embeddings, to fp32
-    most = {"falcon_h1": 1e-7, "gemma4_text": 1e-6}.get(CASES[case][0], 1e-11)
+    most = {"falcon_h1": 1e-7, "gemma4_text": 4e-6}.get(CASES[case][0], 1e-11)
     check_as_transformers(case, "F64", most, InDouble())
 
 
