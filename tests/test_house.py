@@ -33,7 +33,7 @@ BUDGETS = {
     "engine/data/**": 4298,
     "engine/tuning/**": 2274,  # 2188
     "engine/run/**": 5619,  # 5020
-    "scripts/**": 2967,
+    "scripts/**": 2969,
     "tests/**": 25676,  # 25044
 }
 MOST_LINES_OF_PROSE = 3200  # README, docs and the other pages

@@ -261,7 +261,7 @@ def main(argv: list[str]) -> int:
     a = arguments(argv)
     device = choose_device(a.device)
     dtype = "BF16" if device.type == "cuda" or a.dtype != "auto" else "F32"
-    cfg = replace(shaped(a.model, a.layers, a.lora, a.base), fp8=a.dtype == "fp8")
+    cfg = replace(shaped(a.model, a.layers, a.lora, a.base, a.experts), fp8=a.dtype == "fp8")
     cfg = aware(cfg, None) if a.merge_aware else cfg
     limits = memory_limits(device, a.gpu_memory, a.ram, choose_gpus(a.gpus, device))
     at_start = memory_in_use(device)[1]
@@ -299,6 +299,7 @@ def arguments(argv: list[str]) -> Arguments:
     p.add_argument("--lora", type=int, default=0, help="rank of adapters on all linear layers; 0: all is trained")
     p.add_argument("--layers", type=int, default=0, help="the first so many of the model; 0: all")
     p.add_argument("--base", choices=("", *BASES), default="", help="frozen matrices in fewer bits, with --lora")
+    p.add_argument("--experts", action="store_true", help="adapters on routed experts, too")
     p.add_argument("--merge-aware", action="store_true", help="packed matrices are rounded with their adapters")
     p.add_argument("--slices", type=int, default=0, help="that frozen experts of a layer come in; 0: as planned")
     p.add_argument("--micro", type=int, default=0, help="rows of a micro-batch; default: what fits, up to 16k tokens")
