@@ -102,8 +102,11 @@ def area(room: str) -> str:
 def imports(path: Path) -> list[tuple[str, bool]]:
     """(dotted module, whether it is imported at the top level) of every import in a file."""
     tree = ast.parse(path.read_text())
-    pairs = []
-    for node in ast.walk(tree):
+    pairs, nodes = [], list[ast.AST](tree.body)
+    for node in nodes:  # statements alone
+        for block in ("body", "orelse", "finalbody", "handlers", "cases"):
+            below = getattr(node, block, [])
+            nodes += below if isinstance(below, list) else []
         names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
         if isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}:{node.lineno} imports relatively"

@@ -140,7 +140,7 @@ def test_a_plan_that_is_endless_written_out_is_refused(tmp_path):
         assert len(str(error.value)) < 1000
 
 
-@pytest.mark.parametrize("content", [b"\x89PNG\r\n\x1a\n\xff", b"\x00", b"[" * 10_000, b""])
+@pytest.mark.parametrize("content", [b"\x89PNG\r\n\x1a\n\xff", b"\x00", b"[" * 1_000, b""])
 def test_a_file_that_is_no_plan_is_refused(tmp_path, content):
     (tmp_path / "plan.json").write_bytes(content)
     with pytest.raises(InputError, match="plan.json: not a plan"):

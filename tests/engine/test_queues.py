@@ -89,6 +89,7 @@ def test_the_interpreter_is_as_before_once_all_queues_are_closed():
     assert (sys.getswitchinterval(), gc.get_threshold()) == before
 
 
+@pytest.mark.grid("compute", "ssd_read", "d2h", "cpu", "hop_in", "peer_in", "compute1")
 @pytest.mark.parametrize("queue", [queue for queue in queues_of(2) if kind_of(queue) not in STREAMED])
 def test_an_error_in_any_queue_ends_the_step_with_that_error(queue):
     class Failing(RealQueues):

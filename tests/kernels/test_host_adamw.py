@@ -185,21 +185,6 @@ def test_against_torch_adamw():
     torch.testing.assert_close(w.double(), param.detach(), rtol=0, atol=1e-5)
 
 
-def test_refuses_wrong_arguments():
-    w, lo, m, v, grad = state(64, True, BF16)
-    hyper = dict(HYPER, n_decay=0, step=1)
-    for bad in (
-        (w, lo, m[:63], v, grad),
-        (w, lo, m, v.double(), grad),
-        (w, None, m, v, grad),
-        (w.float(), lo, m, v, grad),
-    ):
-        with pytest.raises(AssertionError):
-            host_adamw.adamw_(*bad, torch.ones(1), **hyper)
-    with pytest.raises(AssertionError):
-        host_adamw.adamw_(*(t.repeat(2)[::2] for t in (w, lo, m, v, grad)), torch.ones(1), **hyper)
-
-
 # ---------------------------------------------------------------- narrow moments
 
 
@@ -345,12 +330,12 @@ def compiler(folder, body):
 
 @pytest.fixture(scope="module")
 def built_once(tmp_path_factory):
-    """The library, compiled once."""
-    path = tmp_path_factory.mktemp("compiled") / "object.so"
-    compiler = shutil.which("c++") or shutil.which("g++")
-    if compiler:
-        with host_adamw._compiled(compiler, path.parent) as made:
-            made.replace(path)
+    """A copy of the library that all tests use."""
+    path, library = tmp_path_factory.mktemp("compiled") / "object.so", host_adamw.library()
+    if library is not None:
+        if not Path(library._name).exists():
+            pytest.skip("no cache of compiled code here")
+        shutil.copy(library._name, path)
     return path
 
 

@@ -103,7 +103,7 @@ def test_calls_of_one_key_are_one_specialisation_to_triton():
     specialise = create_function_from_signature(fn.signature, fn.params, make_backend(GPUTarget("cuda", 90, 32)))
     buffer = torch.zeros(64, dtype=torch.bfloat16)
     pointers = [buffer, buffer[1:], buffer[8:], buffer.float(), buffer.float()[1:]]
-    counts = [-16, 0, 1, 2, 15, 16, 32, 2**31 - 1, 2**31, 2**31 + 1, 2**40]
+    counts = [-16, 0, 1, 15, 16, 2**31 - 1, 2**31, 2**40]
     found = {}
     for args in product(pointers, [*pointers, None], counts, counts, [0.5, 1.0], [1, 32]):
         for options in (dict(num_warps=4), dict(num_warps=8), dict(num_stages=4)):

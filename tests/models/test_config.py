@@ -3,18 +3,15 @@
 import json
 import os
 import re
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import transformers
 from script_files import script
 
-from trireme.models.config import SUPPORTED, InputError, Rope, numbers, parse_config, read_config
+from trireme.models.config import SUPPORTED, InputError, numbers, parse_config, read_config
 from trireme.models.families.known import KNOWN
-from trireme.models.families.names import SPLIT
 from trireme.models.families.table import FAMILIES, WRAPPERS
-from trireme.models.layers import Attention, Layer, Mlp
 
 FP8 = dict(quant_method="fp8")
 
@@ -59,38 +56,6 @@ def quantized(said) -> dict:
     return LLAMA | dict(quantization_config=said)
 
 
-def test_gpt2_defaults():
-    cfg = parse_config(GPT2)
-    assert cfg.family.layer_norm
-    assert not cfg.layers[0].mlp.gated
-    assert cfg.tied
-    assert not cfg.rotates
-    assert cfg.n_units == 14
-    assert (cfg.layers[0].mlp.width, cfg.widest_head, cfg.max_positions, cfg.eps) == (3072, 64, 1024, 1e-5)
-
-
-def test_llama_defaults():
-    cfg = parse_config(LLAMA)
-    assert set(cfg.layers) == {Layer(
-        4096, 1e-6, (Attention(32, 32, 128, 128**-0.5, Rope(10000.0, width=128)),), (Mlp(11008),), SPLIT.mixer,
-        SPLIT.mlp,
-    )}  # fmt: skip
-    assert (cfg.n_layers, cfg.tied, cfg.max_positions) == (32, False, 2048)
-    assert cfg.attentions[0].qkv_width == 3 * 4096
-
-
-def test_biases_by_architecture():
-    def biases(**keys):
-        layer = parse_config(LLAMA | keys).layers[0]
-        return layer.attention.bias, layer.attention.o_bias, layer.mlp.bias, bool(layer.attention.norm)
-
-    assert biases(attention_bias=True) == (True, True, False, False)
-    assert biases(mlp_bias=True) == (False, False, True, False)
-    assert biases(model_type="qwen2") == (True, False, False, False)
-    assert biases(model_type="qwen3", attention_bias=True) == (True, True, False, True)
-    assert biases(model_type="mistral", num_key_value_heads=8, attention_bias=True) == (False, False, False, False)
-
-
 @pytest.mark.parametrize(
     ("keys", "window", "window_from"),
     [
@@ -107,28 +72,6 @@ def test_sliding_window(keys, window, window_from):
     assert [own.attention.window for own in cfg.layers] == [0] * window_from + [window] * (32 - window_from)
 
 
-@pytest.mark.parametrize(
-    ("keys", "rope"),
-    [
-        (dict(rope_theta=5e5), Rope(5e5)),
-        (dict(rope_parameters=dict(rope_type="default", rope_theta=5e5)), Rope(5e5)),
-        (dict(rope_theta=1e6, rope_scaling=dict(type="linear", factor=2.0)), Rope(1e6, "linear", 2.0)),
-        (dict(rope_parameters=dict(rope_type="linear", rope_theta=1e6, factor=2)), Rope(1e6, "linear", 2.0)),
-        (dict(rope_theta=5e5, rope_scaling=LLAMA3), Rope(5e5, "llama3", 8.0, 1.0, 4.0, 8192)),
-        (dict(rope_parameters=LLAMA3 | dict(rope_theta=5e5)), Rope(5e5, "llama3", 8.0, 1.0, 4.0, 8192)),
-    ],
-)
-def test_rope_in_both_forms(keys, rope):
-    assert parse_config(LLAMA | keys).attentions[0].rope == replace(rope, width=128)
-
-
-def test_attention_scale_by_layer():
-    cfg = parse_config(GPT2 | dict(scale_attn_by_inverse_layer_idx=True))
-    assert cfg.layers[0].attention.scale == 0.125
-    assert cfg.layers[3].attention.scale == 0.125 / 4
-    assert parse_config(GPT2 | dict(scale_attn_weights=False)).layers[3].attention.scale == 1.0
-
-
 REFUSED = [
     (dict(model_type="mamba"), ["mamba", "it has Mamba layers", "llama", "docs/models.md"]),
     (dict(model_type="kimi_linear"), ["linear attention", "glm4_moe"]),
@@ -140,7 +83,6 @@ REFUSED = [
     (quantized(dict(quant_method="mxfp4")), ["quantized by mxfp4", "for a llama"]),
     (quantized(FP8 | dict(fmt="e5m2")), ["quantization_config", "fmt", "e5m2", "e4m3"]),
     (quantized(FP8 | dict(weight_block_size=[128])), ["weight_block_size", "two positive"]),
-    (quantized(FP8 | dict(weight_block_size=[0, 8])), ["weight_block_size", "two positive"]),
     (quantized(FP8 | dict(scale_fmt="e5m3")), ["scale_fmt", "ue8m0"]),
     (quantized(FP8 | dict(expert_dtype="fp6")), ["expert_dtype", "fp6"]),
     (quantized(FP8 | dict(ignored_layers="lm_head")), ["ignored_layers", "a list of names"]),
@@ -148,10 +90,7 @@ REFUSED = [
         quantized(BY_ROW | dict(format="int-quantized")),
         ["quantized by compressed-tensors", 'mxfp4-pack-quantized, not "int-quantized"', "Take the BF16 original"],
     ),
-    (quantized(BY_ROW | dict(format=["int"])), ["quantized by compressed-tensors"]),
-    (quantized(INT4 | of_group(num_bits=8, type="int")), ["num_bits", "8", "4"]),
     (quantized(INT4 | of_group(**OF_INT4, actorder="group")), ["actorder", "group"]),
-    (quantized(INT4 | of_group(**OF_INT4 | dict(group_size=0))), ["group_size", "positive"]),
     (quantized(INT4 | of_group(**OF_INT4 | dict(symmetric=1))), ["symmetric", "true or"]),
     (quantized(NVFP4 | of_group(**OF_FP4 | dict(group_size=32))), ["group_size", "32", "16"]),
     (quantized(NVFP4 | of_group(**OF_FP4 | dict(strategy="group"))), ["strategy", "tensor_"]),
@@ -163,17 +102,10 @@ REFUSED = [
     (quantized(BY_ROW | dict(transform_config={"r": 1})), ["transform_config"]),
     (quantized(BY_ROW | dict(sparsity_config=dict(format="2:4"))), ["sparsity_config", "2:4"]),
     (quantized(BY_ROW | dict(config_groups={})), ["config_groups", "an object of groups"]),
-    (quantized(BY_ROW | dict(config_groups={"g": 3})), ["config_groups", "g", "weights"]),
-    (quantized(BY_ROW | of_group(num_bits=4)), ["num_bits", "4"]),
     (quantized(BY_ROW | of_group(strategy="token")), ["strategy", "token", "channel"]),
-    (quantized(BY_ROW | of_group(strategy="group")), ["group_size", "positive"]),
-    (quantized(MXFP8 | of_group(strategy="group", group_size=16)), ["group_size", "16"]),
-    (quantized(BY_ROW | dict(format="naive-quantized") | of_group(type="int")), ["type", "int", "float"]),
     (quantized(BY_ROW | of_group(strategy="block")), ["block_structure", "two positive"]),
-    (quantized(BY_ROW | dict(ignore=[1])), ["ignore", "a list of names"]),
     (quantized(NF4 | dict(load_in_8bit=True)), ["load_in_8bit"]),
     (quantized(NF4 | dict(bnb_4bit_quant_type="fp4")), ["bnb_4bit_quant_type", "nf4"]),
-    (quantized(NF4 | dict(bnb_4bit_quant_storage="bfloat16")), ["bnb_4bit_quant_storage"]),
     (quantized([4]), ["quantization_config", "does not name"]),
     (
         quantized(BY_ROW) | dict(compression_config=INT4),
@@ -181,43 +113,31 @@ REFUSED = [
     ),
     (dict(), ["model_type"]),
     (GPT2 | dict(activation_function="gelu"), ["activation_function", "gelu_new"]),
-    (GPT2 | dict(activation_function="relu"), ["activation_function"]),
     (GPT2 | dict(n_head=7), ["n_head"]),
     (GPT2 | dict(add_cross_attention=True), ["add_cross_attention"]),
     (LLAMA | dict(hidden_act="gelu"), ["hidden_act", "silu"]),
     (LLAMA | dict(num_key_value_heads=5), ["num_key_value_heads"]),
     (LLAMA | dict(head_dim=81), ["81", "even"]),
     (LLAMA | dict(hidden_size="4096"), ["hidden_size", '"4096"']),
-    (LLAMA | dict(hidden_size=None), ["hidden_size", "null"]),
     (LLAMA | dict(model_type="gemma4_text"), ["E2B and E4B", "12B, 26B-A4B or 31B"]),
     (LLAMA | dict(num_hidden_layers=-1), ["num_hidden_layers"]),
-    (LLAMA | dict(vocab_size=True), ["vocab_size"]),
     (LLAMA | dict(rms_norm_eps=float("nan")), ["rms_norm_eps"]),
     (LLAMA | dict(tie_word_embeddings="yes"), ["tie_word_embeddings"]),
     (LLAMA | dict(partial_rotary_factor=0.5), ["partial_rotary_factor"]),
-    (LLAMA | dict(rope_parameters=dict(partial_rotary_factor=0.5)), ["partial_rotary_factor"]),
     (LLAMA | dict(attn_logit_softcapping=50.0), ["attn_logit_softcapping"]),
-    (LLAMA | dict(final_logit_softcapping=30.0), ["final_logit_softcapping"]),
     (LLAMA | dict(rope_scaling=dict(type="ntk", factor=4.0)), ["ntk", "default, linear, llama3, yarn, longrope"]),
     (LLAMA | dict(rope_scaling=dict(type="yarn", factor=-1)), ["factor", "-1"]),
     (LLAMA | dict(rope_scaling=dict(type="longrope", short_factor=[1.0] * 64)), ["long_factor", "64"]),
     (LLAMA | dict(rope_scaling=dict(type="longrope", short_factor=[1.0], long_factor=[1])), ["short_factor"]),
-    (LLAMA | dict(embedding_multiplier=12.0), ["embedding_multiplier"]),
-    (LLAMA | dict(residual_multiplier=0.2), ["residual_multiplier"]),
-    (LLAMA | dict(query_pre_attn_scalar=256), ["query_pre_attn_scalar"]),
     (LLAMA | dict(no_rope_layers=[1] * 32), ["no_rope_layers"]),
     (LLAMA | dict(model_type="apertus"), ["another activation", "llama"]),
     (HUNYUAN | dict(moe_topk=[1, 2] * 16), ["moe_topk", "32 times the same"]),
-    (HUNYUAN | dict(num_experts=[1, 2] * 16), ["num_experts", "32 times the same"]),
     (HUNYUAN | dict(moe_intermediate_size=[11008, 1] * 16), ["moe_intermediate_size"]),
-    (HUNYUAN | dict(moe_intermediate_size=[768] * 32), ["moe_intermediate_size", "expected 11008 in all layers"]),
     (HUNYUAN | dict(num_shared_expert=[2] * 32), ["num_shared_expert", "expected 1 in all layers"]),
     (HUNYUAN | dict(moe_layer_num_skipped=1), ["moe_layer_num_skipped"]),
     (HUNYUAN | dict(use_cla=True), ["use_cla"]),
     (LLAMA | dict(model_type="gemma2", hidden_act="gelu_pytorch_tanh", attn_logit_softcapping=0), ["softcapping"]),
     (LLAMA | dict(model_type="phi3", partial_rotary_factor=0.23), ["partial_rotary_factor", "0.23", "128"]),
-    (LLAMA | dict(model_type="phi3", partial_rotary_factor=1.5), ["partial_rotary_factor", "1.5"]),
-    (LLAMA | dict(model_type="phi3", partial_rotary_factor="all"), ["partial_rotary_factor", "all"]),
     (LLAMA | dict(model_type="smollm3", no_rope_layers=[1, 0]), ["no_rope_layers", "32"]),
     (LLAMA | dict(model_type="smollm3", layer_types=["sliding_attention"] * 32), ["sliding_window", "null"]),
     (LLAMA | dict(num_hidden_layers=2**31 - 1), ["num_hidden_layers", "at most 4,096"]),
@@ -225,30 +145,18 @@ REFUSED = [
         LLAMA | dict(model_type="mixtral", num_local_experts=2**31 - 1),
         ["num_local_experts", "at most 8,192 in each of 32 layers"],
     ),
-    (LLAMA | dict(model_type="smollm3", num_hidden_layers=2**31 - 1), ["num_hidden_layers", "at most 4,096"]),
-    (LLAMA | dict(model_type="olmo3", num_hidden_layers=2**31 - 1), ["num_hidden_layers", "at most 4,096"]),
-    (LLAMA | dict(model_type="olmo3", layer_types=["full_attention"] * 31), ["layer_types", "32"]),
-    (LLAMA | dict(model_type="olmo3", layer_types=["linear_attention"] * 32), ["layer_types", "sliding_attention"]),
     (LLAMA | dict(model_type="olmo3", sliding_window=None), ["sliding_window"]),
     (LLAMA | dict(model_type="starcoder2", hidden_act="gelu"), ["hidden_act", "gelu_pytorch_tanh"]),
-    (LLAMA | dict(model_type="starcoder2", hidden_act="gelu_pytorch_tanh", use_bias=False), ["use_bias"]),
     (LLAMA | dict(rope_scaling=dict(type="yarn", factor=4.0, llama_4_scaling_beta=0.1)), ["llama_4_scaling_beta"]),
     (LLAMA | dict(model_type="granite", logits_scaling=0), ["logits_scaling", "0"]),
-    (LLAMA | dict(model_type="gemma3_text", attn_logit_softcapping=30.0), ["attn_logit_softcapping"]),
     (LLAMA | dict(model_type="gemma3_text", use_bidirectional_attention=True), ["use_bidirectional_attention"]),
     (LLAMA | dict(rope_scaling=dict(type="dynamic", factor=4.0)), ["dynamic"]),
     (LLAMA | dict(model_type="ministral3"), ["default", "yarn"]),
     (LLAMA | dict(model_type="ministral3", rope_scaling=dict(type="yarn", factor=4)), ["llama_4_scaling_beta"]),
-    (
-        LLAMA | dict(model_type="ministral3", rope_scaling=dict(type="yarn", factor=4, llama_4_scaling_beta="a")),
-        ["llama_4_scaling_beta", '"a"'],
-    ),
     (LLAMA | dict(model_type="glm4", partial_rotary_factor=0.01), ["partial_rotary_factor", "0.01"]),
     (LLAMA | dict(model_type="gpt_neox", hidden_act="relu"), ["hidden_act", "relu"]),
-    (LLAMA | dict(model_type="gpt_neox", hidden_act="gelu", rotary_pct=0.01), ["rotary_pct", "0.01"]),
     (LLAMA | dict(model_type="gpt_neox", hidden_act="gelu", use_parallel_residual=1), ["use_parallel_residual"]),
     (GRANITE4 | dict(layer_types=["attention"] * 31 + ["moe"]), ["layer_types", "linear_attention"]),
-    (GRANITE4 | dict(layer_types=["attention"]), ["layer_types", "32"]),
     (GRANITE4 | dict(layer_types=None), ["layer_types", "no layer of full_attention"]),
     (GRANITE4 | dict(num_local_experts=62, num_experts_per_tok=63), ["num_local_experts", "62"]),
     (GRANITE4 | dict(num_local_experts=None), ["num_local_experts"]),
@@ -257,18 +165,14 @@ REFUSED = [
     (GRANITE4_H | dict(mamba_d_state=512), ["mamba_d_state", "at most 256"]),
     (GRANITE4_H | dict(mamba_d_conv=3), ["mamba_d_conv", "a power of two"]),
     (GRANITE4_H | dict(mamba_proj_bias=True), ["mamba_proj_bias", "true"]),
-    (GRANITE4_H | dict(time_step_limit=[0.1]), ["time_step_limit", "[least, most]"]),
     (GRANITE4_H | dict(time_step_limit=[0.1, 0.05]), ["time_step_limit", "[least, most]"]),
     (LLAMA | dict(model_type="bamba", attn_layer_indices=[32]), ["attn_layer_indices", "0 to 31"]),
     (LLAMA | dict(model_type="bamba"), ["attn_layer_indices", "no layer of full_attention"]),
-    (LLAMA | dict(model_type="bamba", attn_layer_indices=[1], partial_rotary_factor=1.0), ["partial_rotary_factor"]),
     (FALCON_H1 | dict(mamba_n_heads=24), ["mamba_n_heads", "mamba_d_ssm = 1024"]),
     (FALCON_H1 | dict(mamba_rms_norm=True), ["mamba_norm_before_gate", "true", "Supported: false"]),
     (FALCON_H1 | dict(mamba_rms_norm="no"), ["mamba_rms_norm", "true or false"]),
     (FALCON_H1 | dict(projectors_bias=True), ["projectors_bias", "true"]),
-    (FALCON_H1 | dict(attention_bias=True), ["attention_bias", "true"]),
     (FALCON_H1 | dict(ssm_multipliers=[1.0] * 4), ["ssm_multipliers", "a list of 5 positive numbers"]),
-    (FALCON_H1 | dict(mlp_multipliers=[1.0, 0]), ["mlp_multipliers", "a list of 2 positive numbers"]),
     (FALCON_H1 | dict(key_multiplier=-1), ["key_multiplier", "-1"]),
     (NEMOTRON | dict(hybrid_override_pattern="M*X"), ["hybrid_override_pattern", "ME*-", "X"]),
     (NEMOTRON | dict(hybrid_override_pattern="MM*"), ["no layer is an MLP or experts"]),
@@ -276,7 +180,6 @@ REFUSED = [
     (NEMOTRON | dict(num_hidden_layers=4), ["num_hidden_layers", "expected 3"]),
     (NEMOTRON | dict(layers_block_type=["mamba", "attention", "conv"]), ["layers_block_type", "moe"]),
     (NEMOTRON | dict(hybrid_override_pattern=None), ["hybrid_override_pattern", "the kind of each layer"]),
-    (NEMOTRON | dict(use_bias=True), ["use_bias", "true"]),
     (NEMOTRON | dict(mlp_hidden_act="silu"), ["mlp_hidden_act", "relu2"]),
     (NEMOTRON | dict(sliding_window=64), ["sliding_window", "64"]),
     (dict(model_type="nemotron_h_omni"), ["images and audio", "nemotron_h"]),
@@ -288,8 +191,6 @@ REFUSED = [
     (LLAMA | dict(rope_scaling="linear"), ["rope_scaling"]),
     (LLAMA | dict(rope_scaling=LLAMA3 | dict(high_freq_factor=1.0)), ["high_freq_factor"]),
     (LLAMA | dict(rms_norm_eps=10**400), ["rms_norm_eps"]),  # more than a float holds
-    (LLAMA | dict(rope_theta=10**309), ["rope_theta"]),
-    (LLAMA | dict(rope_scaling=LLAMA3 | dict(factor=10**400)), ["factor"]),
     (LLAMA | dict(rope_parameters=dict(full_attention=dict(rope_theta=1.0))), ["full_attention"]),
     (LLAMA | dict(model_type="qwen2", layer_types=["sliding_attention"] * 32), ["layer_types"]),
 ]
@@ -313,21 +214,6 @@ def test_every_group_of_columns_is_whole():
 def test_weights_whose_activations_are_not_quantized_are_packed_alike():
     packing = lambda algo: parse_config(LLAMA | dict(quantization_config=MODELOPT | dict(quant_algo=algo))).packing
     assert packing("W4A16_NVFP4") == packing("NVFP4") != packing("FP8")
-
-
-def test_patterns_of_layers():
-    of = lambda **keys: parse_config(LLAMA | dict(num_hidden_layers=8, num_key_value_heads=8) | keys)
-    olmo = of(model_type="olmo3")
-    assert [own.attention.window for own in olmo.layers] == [4096, 4096, 4096, 0] * 2
-    gemma = of(model_type="gemma3_text", hidden_activation="gelu_pytorch_tanh", sliding_window=512,
-               rope_scaling=dict(rope_type="linear", factor=8.0))  # fmt: skip
-    assert [i for i in range(8) if not gemma.layers[i].attention.window] == [5]
-    assert gemma.layers[5].attention.rope == Rope(1e6, "linear", 8.0, width=256)
-    assert gemma.layers[0].attention.rope == Rope(1e4, width=256)
-    assert gemma.layers[0].attention.scale == 256**-0.5
-    assert [i for i, own in enumerate(of(model_type="smollm3").layers) if own.attention.rope is None] == [3, 7]
-    phi = of(model_type="phi3", partial_rotary_factor=0.75, sliding_window=2047)
-    assert [(spec.rope.width, spec.window) for spec in phi.attentions] == [(96, 2047)]
 
 
 def test_numbers_tell_models_apart_and_are_json():

@@ -17,7 +17,7 @@ from trireme.engine.data.dataset import MicroBatch
 from trireme.engine.plan import Limits, UnitPlan
 from trireme.engine.run import evaluate
 from trireme.models.config import InputError, read_config
-from trireme.models.generate import _Cache, generate, needs
+from trireme.models.generate import generate, needs
 
 pytestmark = pytest.mark.grid
 
@@ -121,12 +121,6 @@ def test_learned_positions_end():
         generate(cfg, units_of(tiny), [[7] * 64], 1)
 
 
-def test_bf16_runs():
-    reference, cfg = oracle(*CASES["qwen3"])
-    tiny = Tiny(cfg, reference.state_dict(), "BF16")
-    assert [len(t) for t in generate(cfg, units_of(tiny), PROMPTS, 5, dtype=torch.bfloat16)] == [5] * 4
-
-
 # ---------------------------------------------------------------- beside an engine
 
 
@@ -167,15 +161,3 @@ def test_prompts_differ():
     assert evaluate.prompts(data, 3) == [first, second, third]
     assert evaluate.prompts(data, 9) == [first, second, third]
     assert evaluate.prompts(data, 1) == [first]
-
-
-def test_learned_positions_leave_room_for_a_token():
-    assert [len(p) for p in evaluate.fitted(streamed(GPT), [[1] * 64, [1] * 5])] == [63, 5]
-
-
-def test_a_cache_takes_what_is_said():
-    cache = _Cache(LLAMA, 3, 40 + 48, [torch.device("cpu")] * LLAMA.n_units, torch.bfloat16)
-    rest = needs(replace(LLAMA, layers=LLAMA.layers[:1]), 3, 40, 48, 2)
-    each = cache.k[0].nbytes + cache.v[0].nbytes
-    assert needs(LLAMA, 3, 40, 48, 2) == rest + (LLAMA.n_layers - 1) * each
-    assert rest > each

@@ -64,28 +64,6 @@ def test_a_mixture_has_the_bytes_of_all_experts_and_the_flops_of_the_chosen():
     assert shapes.saved_bytes(replace(cfg, halves=True), 10, 2, "mlp") == {"gate_up": 10 * 8 * 1536 * 2}
 
 
-def test_units_of_nemotron():
-    """Layers are a mixer or an MLP, and units."""
-    cfg = find_model("nemotron-3-nano")
-    assert cfg.n_units == 54
-    assert shapes.unit_names(cfg)[:7] == ["embed", "attn000", "mlp001", "attn002", "mlp003", "attn004", "attn005"]
-    assert [shapes.kind(cfg, u) for u in (1, 2, 6)] == ["scan attention", "mlp", "attention"]
-    assert shapes.saved_bytes(cfg, 10, 2, "mlp") == {"fc": 10 * 6 * 1856 * 2, "shared_up": 10 * 3712 * 2}
-
-
-def test_units_of_glm():
-    """GLM-4.5-Air: a dense layer, then experts; the parameters that are published, without the MTP layer."""
-    cfg = find_model("glm-air")
-    assert shapes.parameters(cfg) == 106_852_245_504 + 45 * 128  # and the corrections
-    cut = replace(cfg, halves=True)
-    assert [shapes.kind(cut, u) for u in (1, 2, 3, 4)] == ["attention", "dense mlp", "attention", "mlp"]
-    assert shapes.saved_bytes(cut, 10, 2, "dense mlp") == {"gate_up": 10 * 2 * 10944 * 2}
-    assert shapes.saved_bytes(cut, 10, 2, "mlp") == {"gate_up": 10 * 8 * 2816 * 2, "shared_up": 10 * 2816 * 2}
-    embedding, vectors = 151552 * 4096, 46 * (2 * 4096 + 96 * 128 + 2 * 8 * 128) + 4096 + 45 * 128
-    active = shapes.parameters(cfg) - embedding - vectors - 45 * 120 * 3 * 1408 * 4096
-    assert costs.model_flops(cfg, 1000, 0) == 6 * 1000 * active
-
-
 @pytest.mark.parametrize("cfg", [GPT2, LLAMA3_8B, QWEN3_30B])
 def test_halves_make_a_block(cfg):
     cut = replace(cfg, halves=True)

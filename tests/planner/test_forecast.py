@@ -130,18 +130,6 @@ def test_a_run_that_wears_out_the_drives_is_warned_of():
 # ---------------------------------------------------------------- time
 
 
-def test_what_takes_less_time():
-    few, all_ = (forecast("gpu=rtx4090,ram=128GiB", sequences=n) for n in (4, 16))
-    assert replace(all_, work=few.work).step.step_s < all_.step.step_s
-    of = lambda length: replace(all_, work=replace(all_.work, document=length)).step
-    assert of(128).step_s < all_.step.step_s
-    assert all_.step == of(2048)
-
-
-def test_a_drive_that_binds_is_named():
-    assert "limited by the SSD" in time_line(forecast("gpu=rtx4090,ram=48GiB,ssd=2TB@7/5"))
-
-
 def test_a_figure_from_data_sheets_is_marked():
     f = forecast("gpu=rtx4090,ram=128GiB")
     measured = replace(f, machine=replace(f.machine, how="measured"))

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from engines import HYBRID
 
 from trireme.engine.geometry import ADAM_BYTES
 from trireme.engine.plan import Limits
@@ -25,7 +24,6 @@ from trireme.models.config import InputError
 from trireme.models.sizes import measure
 
 CPU = torch.device("cpu")
-SCAN = HYBRID.layers[0].scan
 RATES = {"ssd_read": 3e9, "ssd_write": 2e9, "mixed": 0.8}
 
 
@@ -124,11 +122,6 @@ def test_the_launches_of_a_small_block_are_measured():
     assert said > 0.9 * block
 
 
-def test_the_launches_of_a_block_are_shared_by_its_kernels():
-    within = WITHIN["forward"] + WITHIN["backward"]
-    assert starts.launch_seconds(launches() * 1e-5 + within * 5e-5, 5e-5) == pytest.approx(1e-5)
-
-
 @pytest.mark.full
 def test_a_small_block_and_updates_in_both_formats_run_on_a_cpu(monkeypatch):
     monkeypatch.setattr(starts, "TURNS", 1)
@@ -162,21 +155,6 @@ def test_a_probe_takes_half_of_the_ram_at_most():
 def test_a_virtual_drives_first_seconds_are_not_believed(rates, believed, found):
     turns = iter(rates)
     assert drive.settled(lambda: next(turns), believed) == found
-
-
-@pytest.mark.parametrize(
-    ("path", "model", "virtual"),
-    [
-        ("/sys/devices/pci0000:00/0000:00:05.0/virtio2/block/vda", "", True),
-        ("/sys/devices/pci0000:00/0000:00:04.0/nvme/nvme0/nvme0n1", "Amazon Elastic Block Store", True),
-        ("/sys/devices/pci0000:00/0000:00:1f.0/nvme/nvme0/nvme0n1", "Amazon EC2 NVMe Instance Storage", False),
-        ("/sys/devices/pci0000:00/0000:00:1d.0/nvme/nvme0/nvme0n1", "Samsung SSD 990 PRO 2TB", False),
-    ],
-)
-def test_which_drives_are_virtual(monkeypatch, tmp_path, path, model, virtual):
-    monkeypatch.setattr(drive, "_block", lambda folder: type("Block", (), {"resolve": lambda self: path})())
-    monkeypatch.setattr(drive, "_model", lambda folder: model)
-    assert drive.is_virtual(tmp_path) == virtual
 
 
 def test_a_resumed_run_measures_its_drives_anew(tmp_path, monkeypatch):
@@ -229,19 +207,6 @@ def test_a_drive_that_fails_leaves_nothing_either(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="the drive is gone"):
         drive.drive_rates(tmp_path)
     assert os.listdir(tmp_path) == []
-
-
-def test_a_drive_that_is_full_leaves_no_back_end_open(tmp_path, monkeypatch):
-    def fail(*_):
-        raise OSError("no space")
-
-    closed = list[bool]()
-    device = SimpleNamespace(io=SimpleNamespace(close=lambda: closed.append(True)))
-    monkeypatch.setattr(drive, "open_device", lambda folder: device)
-    monkeypatch.setattr(drive, "Scratch", fail)
-    with pytest.raises(OSError, match="no space"):
-        drive.drive_rates(tmp_path)
-    assert closed
 
 
 @pytest.mark.parametrize(("second", "speeds"), [(0.9, (1, 1)), (0.5, (1, 0.5)), (None, (1, 1))])
@@ -338,16 +303,6 @@ def test_cores_are_those_of_affinity_and_quota(tmp_path, monkeypatch, own, files
     assert cache.chips_now(CPU, "F32")["cores"] == cores
 
 
-@pytest.mark.parametrize("text", [None, "MemTotal: 9 kB\n", ""])
-def test_where_proc_is_hidden_memory_is_known_all_the_same(tmp_path, monkeypatch, text):
-    monkeypatch.setattr(host, "MEMINFO", tmp_path / "meminfo")
-    monkeypatch.setattr(host, "STATM", tmp_path / "statm")
-    if text is not None:
-        (tmp_path / "meminfo").write_text(text)
-    assert host._unused_ram() == os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    assert 64 << 20 <= host.resident() < 64 << 30
-
-
 def test_a_gpu_in_another_slot_or_at_another_power_limit_is_another(monkeypatch):
     now = {"lanes": 16, "generation": 4, "generation now": 1, "milliwatts": 450_000}
     monkeypatch.setattr(cache, "gpu_now", lambda device: dict(now))
@@ -361,14 +316,6 @@ def test_a_gpu_in_another_slot_or_at_another_power_limit_is_another(monkeypatch)
         kept, _ = dict(now), now.update(change)
         assert cache.chips_now(cuda, "BF16") != before
         now.update(kept)
-
-
-def test_a_drive_that_cannot_be_tried_stays_a_usual_one(tmp_path, monkeypatch):
-    def fail(folder):
-        raise PermissionError(folder)
-
-    monkeypatch.setattr(drive, "drive_rates", fail)
-    assert with_drives(known(), [str(tmp_path)]) == known()
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ import math
 from dataclasses import replace
 
 import pytest
-from engines import FALCON_H1, HYBRID, LLAMA
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from plans import ADAPTED, H200, ONE_B, RATES, SEVEN_B, SMALL, llama, plan
@@ -12,14 +11,13 @@ from plans import ADAPTED, H200, ONE_B, RATES, SEVEN_B, SMALL, llama, plan
 from trireme.engine.buffers import usage
 from trireme.engine.geometry import ADAM_BYTES, Geometry
 from trireme.engine.plan import Limits, Plan, UnitPlan
-from trireme.engine.planner.gpus import GPUS
 from trireme.engine.planner.predict import WITHIN, Batch, predict, unit_seconds
 from trireme.engine.planner.rates import Rates, assume, rates_of
 from trireme.engine.planner.rule import Wanted, simple_plan
 from trireme.engine.planner.simulate import is_copy
 from trireme.engine.planner.sizes import find_model
 from trireme.engine.tuning.chosen import adapted, targets
-from trireme.models.config import InputError, Lora
+from trireme.models.config import Lora
 from trireme.models.sizes import measure, shapes
 
 
@@ -53,22 +51,6 @@ def test_updates_delay_copies_to_the_gpu():
     assert 1.05 * alone < beside < slower * 1.001 < alone / 0.7 * 1.01
     assert h2d("cpu", 2e9, "d2h") == pytest.approx(h2d("cpu", 1e14, "d2h"))
     assert h2d("gpu", 2e9) == pytest.approx(h2d("gpu", 1e14))
-
-
-def test_updates_with_8_bit_moments_have_a_rate_of_their_own():
-    """Where it was measured; that of fp32 moments has no part in it, and theirs none in fp32's."""
-    rates = replace(RATES, adam=2e8, latency=0.0, dram=1e15)
-    cpu = lambda bits, **other: predict(
-        SMALL,
-        plan(SMALL, UnitPlan("ram", "ram"), tokens=512, adam_bits=bits),
-        replace(rates, **other),
-        Batch(512, 256, 2),
-    ).busy["cpu"]
-    assert cpu(8) == pytest.approx(cpu(32))
-    assert cpu(8, adam8=4e8) == pytest.approx(cpu(32) / 2)
-    assert cpu(8, adam8=4e8, adam=1e8) == cpu(8, adam8=4e8)
-    assert cpu(32, adam8=4e8) == cpu(32)
-    assert rates.times(0.5, ("adam", "adam8")).with_moments(8).adam == 1e8
 
 
 def test_copies_delay_updates():
@@ -195,19 +177,6 @@ def test_small_blocks_wait_for_the_host():
             assert found[1]["backward", "block000"] > found[0]["backward", "block000"]
 
 
-@pytest.mark.parametrize(
-    ("cfg", "scans"), [(HYBRID, (True, False)), (FALCON_H1, (True, True)), (LLAMA, (False, False))]
-)
-def test_small_recurrences_start_more_kernels(cfg, scans):
-    """In place of attention or next to it."""
-    rates, batch = replace(RATES, launch_overhead=1e-4), Batch(64, 64, 1)
-    found, plain = (unit_seconds(c, plan(c, UnitPlan(), tokens=64), rates, batch) for c in (cfg, LLAMA))
-    for u, own in zip((1, 2), scans, strict=True):
-        for kind in ("forward", "backward"):
-            name, usual = shapes.unit_names(cfg)[u], plain[kind, shapes.unit_names(LLAMA)[1]]
-            assert (found[kind, name] > 1.2 * usual) >= own
-
-
 @pytest.mark.parametrize("tokens", [64, 65536])
 def test_a_step_takes_as_long_as_the_interpreter_for_its_tasks(tokens):
     """Of small blocks; large ones hide it."""
@@ -218,13 +187,6 @@ def test_a_step_takes_as_long_as_the_interpreter_for_its_tasks(tokens):
         assert handed.step_s == pytest.approx(tasks + alone.step_s, rel=0.2)
     else:
         assert alone.step_s < handed.step_s < alone.step_s + 0.1 * tasks
-
-
-def test_on_a_cpu_computation_waits_for_the_interpreter():
-    """It is one: no kernel runs while a task is handed over."""
-    p, batch = plan(SMALL, UnitPlan(), tokens=65536), Batch(65536, 64, 1)
-    alone, handed = (predict(SMALL, p, replace(RATES, task=task), batch) for task in (0.0, 1e-3))
-    assert handed.step_s == pytest.approx(alone.step_s + len(alone.spans) * 1e-3, rel=0.02)
 
 
 def test_half_blocks_take_as_long_as_whole_ones():
@@ -278,31 +240,6 @@ def test_a_machine_by_its_parts():
     assert made.endurance == pytest.approx(2400e12)
     assert made.limits.gpu < made.gpu
     assert made.limits.ram < made.ram
-
-
-def test_a_drive_without_rates_is_past_its_cache():
-    assert assume("gpu=24GiB,ram=64GiB,ssd=2TB").rates.ssd_write < 2e9
-
-
-def test_a_gpu_by_its_memory_is_as_fast_as_a_known_one():
-    made = assume("gpu=16GiB,ram=64GiB")
-    assert made.gpu == 16 << 30
-    assert made.rates.matmul == GPUS["rtx4090"].matmul
-    assert made.ssd == 0
-
-
-@pytest.mark.parametrize(
-    "text",
-    ["", "gpu=rtx4090", "gpu=0xrtx4090,ram=64GiB", "gpu=gtx8800,ram=64GiB", "gpu=rtx4090,ram=64",
-     "gpu=a100,ram=64GiB,ssd=0x2TB",
-     "gpu=a100,ram=64GiB,ssd=2TB@7", "gpu=a100,ram=64GiB,color=blue", "gpu=a100,ram=64GiB,dram=x", "gpu=,ram=64GiB",
-     "gpu=a100,ram=64GiB,dram=0", "gpu=a100,ram=64GiB,dram=nan", "gpu=a100,ram=64GiB,dram=inf",
-     "gpu=a100,ram=64GiB,ssd=0TB", "gpu=a100,ram=64GiB,ssd=2TB@1.2.3/4", "gpu=a100,gpu=h100,ram=64GiB",
-     f"gpu={'9' * 400}GiB,ram=64GiB"],
-)  # fmt: skip
-def test_what_is_no_machine_is_refused(text):
-    with pytest.raises(InputError, match="--assume"):
-        assume(text)
 
 
 def test_a_rough_prediction_tells_few_pieces_of_a_gradient_apart():

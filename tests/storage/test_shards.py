@@ -194,15 +194,6 @@ def test_a_lock_that_its_owner_has_just_removed_locks_nothing(tmp_path, monkeypa
     create(tmp_path).close()
 
 
-def test_a_folder_with_a_run_is_not_taken(tmp_path):
-    with create(tmp_path) as store:
-        write_all(store, 0)
-        store.commit(0, {})
-    with pytest.raises(StoreError, match="holds a run already"):
-        create(tmp_path)
-    Store.open(devices(tmp_path)).close()
-
-
 def test_a_folder_with_another_runs_second_part_is_not_taken(tmp_path):
     theirs, ours = tmp_path / "theirs", tmp_path / "ours"
     for folder in (theirs, ours):
@@ -414,7 +405,7 @@ def test_a_failed_write_leaves_the_old_version_and_a_retry_succeeds(tmp_path, nu
         write_all(store, 0)
         store.commit(0, {})
         files = len(list(tmp_path.glob("d*/files/*")))
-        for _ in range(20):  # spares are given back each time
+        for _ in range(5):  # spares are given back each time
             sick[0] = True
             with pytest.raises(StoreError, match=r"writing \d+ bytes at \d+.*files/") as e:
                 store.write("block-0.adam", content(STATE, 1)).result(60)

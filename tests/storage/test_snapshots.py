@@ -171,6 +171,7 @@ def content(name: str, step: int) -> bytes:
     return random.Random(f"{name} {step}").randbytes(LAYOUTS[name].nbytes).ljust(LAYOUTS[name].span, b"\0")
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("weights", [True, False])
 def test_after_a_power_failure_at_any_moment_what_a_manifest_names_is_there(tmp_path, monkeypatch, weights):
     """Two devices. After each call: nothing unsynced arrived, all of it, and random subsets, in this model drive.

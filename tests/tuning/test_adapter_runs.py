@@ -207,18 +207,6 @@ def test_what_fits_nothing_is_one_line(checkpoint, case):
 # ---------------------------------------------------------------- scales
 
 
-@pytest.mark.parametrize("given", [dict(lora_alpha=12.0), {}])
-def test_rslora_scales_as_peft(checkpoint, given):
-    """Without an alpha, peft's own, 8."""
-    import peft
-
-    cfg = parse_config(CASES["llama"][1] | dict(model_type="llama", hidden_act="silu"))
-    ours = opening.lora_of(Options(lora=16, rslora=True, **given), cfg, None).scale
-    layer = torch.nn.Sequential(torch.nn.Linear(4, 4))
-    theirs = peft.get_peft_model(layer, peft.LoraConfig(r=16, target_modules=["0"], use_rslora=True, **given))
-    assert ours == pytest.approx(theirs.base_model.model[0].scaling["default"])
-
-
 def test_adapters_of_experts_have_no_dropout():
     """peft refuses it as well."""
     mixture = parse_config(CASES["mixtral"][1] | dict(model_type="mixtral"))
