@@ -34,7 +34,7 @@ BUDGETS = {
     "engine/tuning/**": 2274,  # 2188
     "engine/run/**": 5619,  # 5020
     "scripts/**": 2969,
-    "tests/**": 25676,  # 25044
+    "tests/**": 25264,  # 25044, and training that knows its packing, rows of new model types
 }
 MOST_LINES_OF_PROSE = 3200  # README, docs and the other pages
 MOST_LINES_OF_README = 140
