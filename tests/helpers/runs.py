@@ -50,10 +50,11 @@ def make_small(folder: Path, name: str = "checkpoint") -> Path:
 
 def options(folder: Path, out: Path, where: str, **more) -> Options:
     gpu, ram = LIMITS[where]
-    return Options(
+    usual = dict(
         model=str(folder / "checkpoint"), data=(str(folder / "stories.txt"),), out=str(out), seq_len=64, batch_size=4,
-        max_steps=STEPS, lr=3e-3, save_every=every("2"), gpu_memory=gpu, ram=ram, device="cpu", **more,
+        max_steps=STEPS, lr=3e-3, save_every=every("2"), gpu_memory=gpu, ram=ram, device="cpu",
     )  # fmt: skip
+    return Options(**usual | more)
 
 
 def tuned(folder: Path, out: Path | str, rows: str, **more) -> Options:

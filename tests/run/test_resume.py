@@ -25,7 +25,7 @@ from trireme.models.config import InputError
 def test_a_killed_run_resumes_bitwise(checkpoint, uninterrupted, where):
     """Killed in step 4, after the snapshot of step 2; placement does not matter."""
     out = checkpoint / f"killed-{where}"
-    run = options(checkpoint, out, where, micro_batch=1)  # as many as fit would be other bits
+    run = options(checkpoint, out, where, batch_size=2, micro_batch=1)  # as many as fit would be other bits
     pid = fork()
     if not pid:
         hold(4)
@@ -145,7 +145,7 @@ def test_a_resumed_run_keeps_what_decides_its_bits(stopped_run, change, culprit)
 
 @pytest.fixture(scope="module")
 def stopped_run(checkpoint):
-    run = options(checkpoint, checkpoint / "stopped", "ram", micro_batch=1)
+    run = options(checkpoint, checkpoint / "stopped", "ram", batch_size=2, micro_batch=1)
     with pytest.MonkeyPatch.context() as m:
         stopped(run, 2, m)
     return run
