@@ -30,11 +30,11 @@ BUDGETS = {
     "engine/planner/**": 3850,
     "engine/hosts/**": 600,
     "engine/check/**": 1200,
-    "engine/data/**": 4298,
+    "engine/data/**": 4304,
     "engine/tuning/**": 2274,  # 2188
-    "engine/run/**": 5619,  # 5020
+    "engine/run/**": 5707,  # 5020, and 150 for what is compared with the model before training, and env
     "scripts/**": 2969,
-    "tests/**": 25264,  # 25044, and training that knows its packing, rows of new model types
+    "tests/**": 25376,  # 25044, and training that knows its packing, rows of new model types
 }
 MOST_LINES_OF_PROSE = 3200  # README, docs and the other pages
 MOST_LINES_OF_README = 140

@@ -77,6 +77,7 @@ class Dataset:
     codec: Codec | None
     report: Report
     held_out: Dataset | None = None
+    general: Dataset | None = None  # what one may forget
     scratch: Temporary | None = field(default=None, repr=False)  # removed with this object
     reference: np.ndarray | None = field(default=None, repr=False)  # (pieces,) float64, as a MicroBatch's
     teacher: Teacher | None = field(default=None, repr=False)  # what it says of each piece
@@ -97,7 +98,7 @@ class Dataset:
     @property
     def memory(self) -> int:
         """Bytes of RAM of the tables, and of the order of sequences in two epochs."""
-        both = [data for data in (self, self.held_out) if data]
+        both = [data for data in (self, self.held_out, self.general) if data]
         files = {id(file): 4 * file.offsets.nbytes for data in both for file in data.files}
         return sum(files.values()) + sum(data.pieces.nbytes + 3 * data.rows.nbytes for data in both)
 
@@ -109,7 +110,7 @@ class Dataset:
 
     def check_model(self, vocab: int, positions: int, name: str) -> None:
         """Raises InputError if a model has too few tokens or positions for this data."""
-        for data in filter(None, (self, self.held_out)):
+        for data in filter(None, (self, self.held_out, self.general)):
             tokens = max(file.meta["max_id"] for file in data.files) + 1
             longest = int(data.pieces["length"].max())
             for size, need, what, way_out in (
@@ -263,12 +264,16 @@ def load_dataset(
         val = val if options.val else held
     files = tuple(map(how.tokens, train))
     val_files = tuple(map(how.tokens, val))
-    tidy(how.folder, {file.meta["key"] for file in (*files, *val_files)})
+    other = find(options.general).files if options.general else []
+    other_files = tuple(map(how.tokens, other))
+    tidy(how.folder, {file.meta["key"] for file in (*files, *val_files, *other_files)})
     if nowhere := set.intersection(*(set(file.meta["absent"]) for file in files)):
         raise InputError(f"--map names {', '.join(map(repr, sorted(nowhere)))}, a column that no row has. Correct it.")
+    whole = lambda named, files: _lay_out(named, files, documents.documents_of(files, options.kind), codec, options)
+    general = whole(other, other_files) if other else None
     rows, held_out, drawn = documents.documents_of(files, options.kind), None, ""
     if val:
-        held_out = _lay_out(val, val_files, documents.documents_of(val_files, options.kind), codec, options)
+        held_out = whole(val, val_files)
         keys = {file.meta["key"] for file in files}
         if both := [str(source) for source, file in zip(val, val_files, strict=True) if file.meta["key"] in keys]:
             notes.append(f"trained on and held out, so eval_loss is not that of unseen data: {', '.join(both)}")
@@ -283,7 +288,7 @@ def load_dataset(
         notes += [f"of the rows held out: {line}" for line in held_out.report.losses()]
     notes += notes_on(files, codec, how.renames, options)
     report = replace(dataset.report, held_out=drawn, notes=tuple(notes))
-    dataset = replace(dataset, report=report, held_out=held_out, scratch=scratch)
+    dataset = replace(dataset, report=report, held_out=held_out, general=general, scratch=scratch)
     if options.vocab_size is not None:
         dataset.check_model(options.vocab_size, options.seq_len, "the model")
     return dataset

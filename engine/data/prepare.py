@@ -34,6 +34,7 @@ _NAMED = 20  # unused keys reported
 class DataOptions:
     seq_len: int = 2048  # tokens of a document, at most
     val: str | None = None  # share of rows to hold out (0.02), or a file
+    general: str | None = None  # a file that is evaluated besides
     map: str | None = None  # prompt=question,completion=answer
     long: str | None = None  # cut, drop, split, error; None: split text, else cut
     pack: bool = True  # several documents a sequence

@@ -157,7 +157,9 @@ def make(o: Options, begun: Snapshot | None = None, by_rule: bool = False) -> Jo
     opened = opening.in_wording(o, opened, data)
     if begun and data and fingerprint(data) != begun.fixed.data:
         now, before = config_file.saved(o), begun.options
-        other = [flag(name) for name in ("val", "tokenizer", "chat_template") if now[name] != before.get(name)]
+        other = [
+            flag(name) for name in ("val", "general", "tokenizer", "chat_template") if now[name] != before.get(name)
+        ]
         way = f"Leave {' and '.join(other)} out" if other else "Restore it"
         raise InputError(f"--resume {o.out}: the data is not what the run began with. {way}.")
     if data:
@@ -234,9 +236,9 @@ def read_data(o: Options, opened: opening.Opened) -> Dataset | None:
     if not o.data or (opened.codec is None and o.dry_run):
         return None
     options = DataOptions(
-        seq_len=o.seq_len or 0, val=o.val, map=o.map, long=o.long, pack=not o.no_pack, skip_bad=o.skip_bad,
-        max_samples=o.max_samples, seed=o.seed, vocab_size=cfg.vocab, media=cfg.media, system=o.system,
-        shared=shared / "tokens" if shared else None,  # by all runs of this user
+        seq_len=o.seq_len or 0, val=o.val, general=o.general, map=o.map, long=o.long, pack=not o.no_pack,
+        skip_bad=o.skip_bad, max_samples=o.max_samples, seed=o.seed, vocab_size=cfg.vocab, media=cfg.media,
+        system=o.system, shared=shared / "tokens" if shared else None,  # by all runs of this user
         cache=None if o.dry_run else Path(o.out) / folder.RUN / "tokens",
         kind=opening.kind_of(o), variables=json.loads(o.chat_template_kwargs or "{}"), labels=o.labels,
         pad=opening.pad_of(o, opened.codec) if cfg.scores else None,
@@ -254,8 +256,8 @@ def bytes_of(o: Options) -> int:
 
 
 def fingerprint(data: Dataset) -> str:
-    """Of the data, and of what is held out."""
-    return f"{data.fingerprint}-{data.held_out.fingerprint}" if data.held_out else data.fingerprint
+    """Of the data, of what is held out, and of --general."""
+    return "-".join(part.fingerprint for part in (data, data.held_out, data.general) if part)
 
 
 def tables_of(o: Options, data: Dataset, room: int, cfg: ModelConfig) -> int:

@@ -10,11 +10,11 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from trireme.engine.amounts import compact, count, duration, percent
 from trireme.engine.run import config_file, page, screen
@@ -27,7 +27,10 @@ Tracker = tuple[Callable[[Record], object], Callable[[], object]]  # (add, close
 LAST = 50  # steps from which the rest is estimated
 APART = 10.0  # seconds between lines of steps that stay
 DOUBLED, NOISE, FEWEST = 2.0, 2.0, 3  # the run diverges at twice the first loss and more than noise, in some steps
-KEPT = (*page.DRAWN, "step_time_s", "tokens", "trained_tokens", "eval_time_s")  # in memory, of each record
+KEPT = (*page.DRAWN, "step_time_s", "tokens", "trained_tokens", "eval_time_s", "general_loss", "general_accuracy")
+PLACES = 4  # decimals to which figures are compared, as lines show them
+CHANCE = 0.5  # accuracy on pairs by a model for which they are ties: 0 in the log
+PAIRS = "accuracy of pairs"
 HOW = "Log in with `wandb login`, or set WANDB_MODE=offline"
 SHOWN = {"ce": "ce", "kl": "kl", "accuracy": "accuracy", "rewards/accuracies": "accuracy", "rewards/margins": "margin"}
 
@@ -41,7 +44,7 @@ class Log:
         Raises OSError.
         """
         self.path, self.total, self.expected, self.trackers = out / "log.jsonl", total, evaluations, list(others)
-        self.steps, self.evals = list[Record](), list[Record]()  # KEPT of each
+        self.steps, self.evals, self.general = list[Record](), list[Record](), list[Record]()  # KEPT of each
         self.waiting, self.warned, self.diverges = b"", False, False
         self.stayed = -math.inf  # when a step's line last stayed
         self.fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
@@ -102,7 +105,6 @@ class Log:
         if self.evals:
             parts.append(f"{count(len(self.evals), 'evaluation')} {duration(totalled(self.evals, 'eval_time_s'))}")
         parts += ["loss {:.4g} -> {:.4g}".format(*self.smoothed)] if self.steps else []
-        parts += ["eval {:.4g} -> {:.4g}".format(*(self.evals[k]["eval_loss"] for k in (0, -1)))] if self.evals else []
         of = f"{compact(trained)} trained of " if trained else ""
         return ", ".join([*parts, f"{of}{compact(tokens)} tokens, {compact(tokens / max(seconds, 1e-9))} tok/s"])
 
@@ -116,7 +118,8 @@ class Log:
 
     def _keep(self, record: Record) -> None:
         kept = {key: record[key] for key in KEPT if key in record}
-        (self.steps if "loss" in record else self.evals).append(kept)
+        of = {"loss": self.steps, "eval_loss": self.evals, "general_loss": self.general}
+        next(records for name, records in of.items() if name in record).append(kept)
 
     def _flush(self) -> None:
         """Writes what waits; a torn line is cut off again."""
@@ -152,7 +155,7 @@ def read_log(path: Path) -> Iterator[Record]:
             record = {k: float(v) if v in ("nan", "inf", "-inf") else v for k, v in json.loads(line).items()}
         except (ValueError, AttributeError, TypeError):
             continue
-        if {"loss", "step_time_s", "tokens", "step"} <= record.keys() or "eval_time_s" in record:
+        if {"loss", "step_time_s", "tokens", "step"} <= record.keys() or {"eval_loss", "general_loss"} & record.keys():
             yield record
 
 
@@ -176,6 +179,37 @@ def eval_line(record: Record, note: str) -> str:
     if not any(name in record for name in figures if name != "eval_accuracy") and "eval_rows" not in record:
         parts.append(f"perplexity {math.exp(min(record['eval_loss'], 50.0)):.4g}")
     return "  ".join(parts)
+
+
+# ---------------------------------------------------------------- is it better?
+
+
+class Change(NamedTuple):
+    """A figure before training and after it."""
+
+    verdict: str  # better, worse, the same
+    line: str
+
+
+def changes(before: Mapping[str, float], after: Mapping[str, float], of: str, on: str, counted: str) -> list[Change]:
+    """The figures of one evaluation that are in both. `of`: eval or general, `on`: its data in words, `counted`: of
+    what the accuracy is.
+    """
+    made = list[Change]()
+    for name, what in (("loss", "loss"), ("accuracy", f"accuracy of {counted}"), ("rewards/accuracies", PAIRS)):
+        key = f"{of}_{name}"
+        if key not in before or key not in after:
+            continue
+        was, now = before[key] or CHANCE * (what == PAIRS), after[key]
+        gain = round(now, PLACES) - round(was, PLACES)
+        gain = -gain if name == "loss" else gain
+        verdict = "the same" if not gain else "better" if gain > 0 else "worse"  # NaN: worse
+        if name == "loss":
+            share = f"{percent(abs(gain / was))} " if gain and was else ""
+            made.append(Change(verdict, f"{what} {was:.4f} -> {now:.4f} on {on}: {share}{verdict}"))
+        else:
+            made.append(Change(verdict, f"{what} {100 * was:.2f} % -> {100 * now:.2f} %: {verdict}"))
+    return made
 
 
 # ---------------------------------------------------------------- trackers

@@ -37,7 +37,7 @@ from trireme.engine.run.after import hub, push
 from trireme.engine.run.evaluate import documents, with_reference
 from trireme.engine.run.folder import Folder
 from trireme.engine.run.job import Job, alternatives, check_options, check_room, make
-from trireme.engine.run.log import Log, Record, Tracker, eval_line, trackers
+from trireme.engine.run.log import Change, Log, Record, Tracker, changes, eval_line, trackers
 from trireme.engine.run.options import TEMPLATES, Options, flag
 from trireme.engine.run.record import Snapshot
 from trireme.engine.run.signals import Stop, stop_signals
@@ -124,6 +124,8 @@ def check_paths(o: Options) -> None:
             find(text)
     if o.val and not hub.name_of(o.val, of_data=True):
         parse_val(o.val)
+    if o.general and not hub.name_of(o.general, of_data=True):
+        find(o.general)
     if o.out and not (o.resume or o.dry_run or here().host):
         folder.check_free(Path(o.out))
     if o.model and not hub.name_of(o.model):
@@ -281,6 +283,8 @@ class Run:
         due = lambda every, moment: here().first(every.due(done.step, total, time.monotonic() - moment))
         if done.step == 0 or due(o.eval_every, self.evaluated):  # also one that a signal broke off
             self.evaluate()
+        if done.step == 0:
+            self.evaluate_general()
         while done.step < self.stop.last and not (o.patience and done.worse >= o.patience):
             self.step(ahead)
             if due(o.eval_every, self.evaluated):
@@ -402,34 +406,66 @@ class Run:
         job, done, held, training = self.job, self.done, self.job.data.held_out, self.training
         if held is None or done.evaluated == done.step or self.stop.leaving:
             return
-        began, stopped = time.monotonic(), lambda: self.stop.leaving
+        record = self.figures("eval", held, done.eval_rows)
+        loss, start, stopped = record["eval_loss"], done.first.get("eval_loss"), lambda: self.stop.leaving
         with screen.clock().at("evaluations"), training.watched("evaluation"):
-            loss, metrics = training.evaluator.loss(held, job.preference, done.eval_rows, stopped)
             samples = training.evaluator.samples(held, job.opened.codec, 1, stopped)
+        is_best = done.step > 0 and loss < (math.inf if done.best is None else done.best)
+        if is_best and job.options.export == "best":
+            self.evaluate_general()
         if self.stop.leaving:
             return
-        record: Record = {"step": done.step, "epoch": self.epoch, "eval_loss": loss}
-        record |= {f"eval_{name}": round(value, 6) for name, value in metrics.items()}
-        record |= {"eval_time_s": round(time.monotonic() - began, 3), "wall_time": round(time.time(), 3)}
         record |= {"sample": samples[0].text} if samples else {}
         with training.watched("log"):
             self.log.add(record)
-        note, above = "", done.start is not None and not loss < done.start
-        if not done.step:
-            done.start = loss
-        else:
-            is_best = loss < (math.inf if done.best is None else done.best)
+        note, above = "", start is not None and not loss < start
+        if done.step:
             done.worse = 0 if is_best and not above else done.worse + 1
             if is_best:
                 done.best, done.best_step = loss, done.step
                 training.keep_best()
-            note = f" (before training {done.start:.4f})" if above else f" (best {done.best:.4f})"
+            note = f" (before training {start:.4f})" if above else f" (best {done.best:.4f})"
             note = " (best)" if is_best and not above else note
         self.evaluated, done.evaluated = time.monotonic(), done.step
         shown = record if done.step or not job.preference else {"eval_loss": loss}  # pairs are ties before training
         text = f"  {record['sample']!r}" if samples else ""
         screen.say(f"step {done.step:>{len(f'{job.total_steps:,}')},}  {eval_line(shown, note)}{text}")
         self.draw()
+
+    def figures(self, name: str, data: Dataset, rows: int | None) -> Record:
+        """The record of an evaluation, eval or general; those before training are kept for the end."""
+        began, stopped, done = time.monotonic(), lambda: self.stop.leaving, self.done
+        preference = self.job.preference
+        with screen.clock().at("evaluations"), self.training.watched("evaluation"):
+            loss, metrics = self.training.evaluator.loss(data, preference, rows, stopped)
+        figures = {f"{name}_loss": loss} | {f"{name}_{key}": round(value, 6) for key, value in metrics.items()}
+        if not (done.step or self.stop.leaving):
+            done.first |= figures
+        took = {f"{name}_time_s": round(time.monotonic() - began, 3), "wall_time": round(time.time(), 3)}
+        return {"step": done.step, "epoch": self.epoch} | figures | took
+
+    def evaluate_general(self) -> None:
+        """Evaluates --general, unless this step's is logged."""
+        data, log, step = self.job.data.general, self.log, self.done.step
+        if data is None or self.stop.leaving or (log.general and log.general[-1]["step"] == step):
+            return
+        record = self.figures("general", data, None)
+        if not self.stop.leaving:
+            with self.training.watched("log"):
+                log.add(record)
+            screen.say(f"step {step:>{len(f'{self.job.total_steps:,}')},}  general_loss {record['general_loss']:.4f}")
+
+    def compared(self) -> tuple[list[Change], list[Change]]:
+        """The output next to the model before training: on held-out rows, and on --general."""
+        o, log, done, cfg = self.job.options, self.log, self.done, self.job.cfg
+        val = log.evals[-1] if log.evals else {}
+        if o.export == "best" and done.best is not None:
+            val = next((r for r in log.evals if r["step"] == done.best_step), {"eval_loss": done.best})
+        counted = "pairs" if self.job.preference else "rows" if cfg.scores else "tokens"
+        on = "held-out rows" if not o.val or parse_val(o.val)[0] else Path(o.val).name
+        held_out = changes(done.first, val, "eval", on, counted) if done.step else []
+        general = log.general[-1] if log.general and done.step else {}
+        return held_out, changes(done.first, general, "general", Path(o.general or "").name, counted)
 
     def draw(self) -> None:
         """Writes report.html."""
@@ -440,7 +476,8 @@ class Run:
         axis = f"loss of {o.method}" if o.method != "sft" else "loss (nats per token)"
         with self.training.watched("report"):
             examples = [job.data.example(k) for k in range(min(EXAMPLES, len(job.data.pieces)))]
-            self.log.draw(page.Facts(name, axis, self.lines, examples))
+            result = [figure.line for figures in self.compared() for figure in figures]
+            self.log.draw(page.Facts(name, axis, self.lines, examples, result))
 
     # ------------------------------------------------------------ the end
 
@@ -451,6 +488,8 @@ class Run:
             screen.say(f"stopped  at step {done.step:,} of {job.total_steps:,}: {worse} without a lower eval_loss")
         training.apply_updates()
         self.evaluate()
+        if o.export != "best" or done.best_step is None:
+            self.evaluate_general()
         is_last = done.best_step == done.step
         best = o.export == "best" and done.best_step is not None and not is_last
         if o.keep_state:
@@ -461,10 +500,12 @@ class Run:
             training.export()
             if not is_last:
                 training.write_best()
-        loss = done.best if best else self.log.evals[-1]["eval_loss"] if self.log.evals else None
-        if done.start is not None and loss is not None and not loss < done.start:
-            figures = f"eval_loss {loss:.4f}, before training {done.start:.4f}"
-            screen.warn(f"on --val the output is not better than the model before training: {figures}. Lower --lr")
+        held_out, general = self.compared()
+        if held_out and not any(change.verdict == "better" for change in held_out):
+            screen.warn("on held-out rows nothing is better than before training. Lower --lr, or look at the data")
+        for label, figures in (("val", held_out), ("general", general)):
+            for line in screen.labelled(label, [figure.line for figure in figures]):
+                screen.say(line)
         screen.say(self.log.line())
         data, stopped = job.data.held_out or job.data, lambda: self.stop.leaving
         with training.watched("samples"):

@@ -277,6 +277,8 @@ class Options(Reading, Method, Machine):
     model: str = _data("Hugging Face checkpoint: a folder, or OWNER/NAME on the hub", DIR, "", "path")
     data: Texts = _data("files, folders or quoted patterns to train on; repeat it to mix", DATA, (), "path", words="-")
     val: Text = _data("held-out data: a file, or a share of --data such as 0.02", FILE, None, "path", r"[\d.]+%?")
+    general: Text = _data("other text, evaluated before and after the run: what was forgotten", FILE, None, "path run",
+                          methods="sft")
     rope_factor: Real = _data("extend the context by this factor (YaRN), in config.json too", real(1), scope="run")
     no_pack: bool = _data("do not pack: one row per sequence", SWITCH, False, "run")
     max_samples: Whole = _data("use only the first N rows of each file of --data [all]", N, scope="run")

@@ -27,6 +27,7 @@ class Facts:
     axis: str = "loss (nats per token)"
     report: Sequence[str] = ()  # the lines before the first step
     examples: Sequence[str] = ()  # with the trained part in [ ]
+    result: Sequence[str] = ()  # next to the model before training
 
 
 def page(records: Sequence[dict[str, Any]], facts: Facts) -> str:
@@ -38,6 +39,8 @@ def page(records: Sequence[dict[str, Any]], facts: Facts) -> str:
     marked = (escape(text).replace("[", "<mark>").replace("]", "</mark>") for text in facts.examples)
     title, report = escape(facts.title), escape("\n".join(facts.report))
     body = f"<h2>{title}</h2>{curve(train, held_out, facts.axis)}"
+    body += "<h2>Before training and now</h2><ul>" if facts.result else ""
+    body += "".join(f"<li>{escape(line)}" for line in facts.result) + "</ul>" * bool(facts.result)
     body += f"<h2>Evaluations</h2><table><tr><td>step<td>loss<td>sample</tr>{rows}</table>" if rows else ""
     body += f"<h2>What is learned: the marked part</h2>{''.join(f'<pre>{text}</pre>' for text in marked)}"
     body += f"<h2>Before the first step</h2><pre>{report}</pre>"

@@ -48,7 +48,7 @@ class Progress:
     """How far a run has come. The loop changes it; a snapshot has a copy."""
 
     step: int = 0
-    start: float | None = None  # eval_loss before training
+    first: dict[str, float] = field(default_factory=dict)  # figures before training: eval_loss, general_loss and others
     best: float | None = None  # lowest eval_loss of what was trained, and its step
     best_step: int | None = None
     evaluated: int | None = None  # last evaluated step

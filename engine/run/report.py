@@ -136,6 +136,8 @@ def _evaluations(job: Job) -> Iterator[str]:
         n, tokens = f.work.evaluations, f"{compact(f.work.held_out)} of {compact(held_out.tokens)} held-out tokens"
         s = evaluation_s(f, job.eval_rows or held_out.n_sequences)
         yield f"{n:,} on {tokens}{f', {duration(n * s)} in all' if job.on_gpu else ''} (--eval-every, --eval-tokens)"
+    if general := job.read and job.read.general:
+        yield f"{job.options.general}: {compact(general.tokens)} tokens, before the first step and after the last"
 
 
 def _notes(job: Job) -> Iterator[str]:

@@ -155,6 +155,14 @@ def hold(step: int, change: Callable[[object, str, object], None] = setattr) -> 
     change(Stop, "ask", heard)
 
 
+def wait_for(out: Path | str, step: int) -> None:
+    """Waits until a run has logged a step."""
+    end = time.monotonic() + 120
+    while not Path(out, "log.jsonl").exists() or max(losses(Path(out)), default=0) < step:
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
 def free_port() -> int:
     """Of this machine, free a moment ago."""
     with socket.socket() as first:

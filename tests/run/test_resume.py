@@ -5,13 +5,26 @@ import os
 import re
 import shutil
 import signal
-import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from engines import fork
-from runs import check_stopped, child, ended, go, hold, losses, options, records, stopped, tuned, weights, write_rows
+from runs import (
+    check_stopped,
+    child,
+    ended,
+    go,
+    hold,
+    losses,
+    options,
+    records,
+    stopped,
+    tuned,
+    wait_for,
+    weights,
+    write_rows,
+)
 
 from trireme.engine.run import cli, folder, job, loop, record
 from trireme.engine.run.loop import train
@@ -37,13 +50,6 @@ def test_a_killed_run_resumes_bitwise(checkpoint, uninterrupted, where):
     train(replace(run, resume=str(out)))
     assert (weights(out), losses(out)) == uninterrupted
     assert not (out / ".run").exists()
-
-
-def wait_for(out: Path, step: int) -> None:
-    end = time.monotonic() + 120
-    while not (out / "log.jsonl").exists() or max(losses(out), default=0) < step:
-        assert time.monotonic() < end
-        time.sleep(0.02)
 
 
 @pytest.mark.full

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from glob import escape
 from pathlib import Path
+from typing import Any
 
 from trireme.engine.data.find import DataFile, by_uses, set_of, weighed
 from trireme.engine.data.read import KINDS
@@ -110,11 +111,14 @@ def base_of(model: str) -> tuple[str, str]:
 
 def fetched(options: Options) -> Options:
     """The options with paths in place of names on the hub. Raises InputError, OSError."""
-    data, val = [path for text in options.data for path in _data(text)], _data(options.val) if options.val else [None]
-    if len(val) > 1:
-        raise InputError(f"--val {options.val}: several files. Name one: --val {written(str(val[0]))}.")
+    data, files = [path for text in options.data for path in _data(text)], dict[str, Any]()
+    for name in ("val", "general"):
+        if text := getattr(options, name):
+            files[name], *others = _data(text)
+            if others:
+                raise InputError(f"--{name} {text}: several files. Name one: --{name} {written(files[name])}.")
     folder = lambda name: name and folder_of(name, options.dry_run)  # the largest last
-    return replace(options, data=tuple(data), val=val[0], model=folder(options.model), teacher=folder(options.teacher))
+    return replace(options, data=tuple(data), model=folder(options.model), teacher=folder(options.teacher), **files)
 
 
 def folder_of(model: str, outline: bool = False) -> str:
