@@ -45,6 +45,11 @@ def encoded(packing: Packing, x: Tensor, extent: Tensor) -> tuple[Tensor, ...]:
     return {"nf4": _nf4, "fp4": _fp4, "e2m1": _e2m1, "e4m3": _e4m3, "int4": _int4}[packing.code](packing, x, extent)
 
 
+def divided(x: Tensor, by: float) -> Tensor:
+    """x / by as on a CPU: on a GPU torch multiplies by the reciprocal of a number, which may be a bit off."""
+    return x / x.new_full((), by)
+
+
 def _array(t: Tensor) -> np.ndarray:
     if t.dtype == torch.bfloat16:
         return t.view(torch.int16).numpy().view(np.uint16)
@@ -73,7 +78,7 @@ def _fp4(packing: Packing, x: Tensor, extent: Tensor) -> tuple[Tensor, ...]:
         return _mxfp4(x, packing.block[1])
     groups = x.unflatten(2, (-1, packing.block[1]))  # (M, R, G, group)
     of_all = nvfp4_factor(extent).view(-1, 1, 1, 1)
-    scales = groups.abs().amax(3, keepdim=True) / LARGEST_E2M1 * of_all
+    scales = divided(groups.abs().amax(3, keepdim=True), LARGEST_E2M1) * of_all
     scales = scales.clamp(max=LARGEST_CODE).to(torch.float8_e4m3fn)
     wide = scales.float()
     scales = wide.where(wide > 0, SMALLEST["F8_E4M3"]).to(scales.dtype)
@@ -123,12 +128,12 @@ def e4m3_scales(packing: Packing, most: Tensor, extent: Tensor) -> tuple[Tensor,
     if packing.block[0] == WHOLE:
         most = extent.where(extent > 0, most)
     if dtype in ("U8", "F8_E8M0"):
-        power = torch.ceil(torch.log2((most / LARGEST_CODE).where(most > 0, 1.0)))
+        power = torch.ceil(torch.log2(divided(most, LARGEST_CODE).where(most > 0, 1.0)))
         return torch.exp2(power), False, (power + 127).to(torch.uint8)
     if packing.parts[1].stored == "_scale_inv" and dtype == "F32":  # transformers multiplies by the inverse
         inverse = (LARGEST_CODE / most).where(most > 0, 1.0)
         return inverse, True, 1 / inverse
-    stored = (most / LARGEST_CODE).where(most > 0, 1.0).to(DTYPE[dtype])
+    stored = divided(most, LARGEST_CODE).where(most > 0, 1.0).to(DTYPE[dtype])
     return stored.float(), False, stored
 
 
@@ -136,7 +141,7 @@ def _int4(packing: Packing, x: Tensor, extent: Tensor) -> tuple[Tensor, ...]:  #
     dtype, zeros = packing.parts[1].dtypes[0], len(packing.parts) == 3
     groups = x.unflatten(2, (-1, min(packing.block[1], x.shape[2])))  # (M, R, G, group)
     low, high = groups.amin(3, keepdim=True).clamp(max=0), groups.amax(3, keepdim=True).clamp(min=0)
-    wide = (high - low) / LEVELS if zeros else torch.maximum(-low, high) / (LEVELS / 2)
+    wide = divided(high - low, LEVELS) if zeros else divided(torch.maximum(-low, high), LEVELS / 2)
     scales = wide.to(DTYPE[dtype])
     scales = scales.where(scales != 0, SMALLEST[dtype])
     least = -8 - low / wide.where(wide != 0, 1.0)

@@ -24,7 +24,7 @@ MOST_FILES = 17  # in a folder of the product
 # Those with a second number are above it, which is where they have to go: until then they may not grow.
 BUDGETS = {
     "kernels/**": 8203,
-    "models/**": 9034,
+    "models/**": 9039,
     "storage/**": 3250,
     "engine/*.* engine/queues/**": 5400,
     "engine/planner/**": 3850,
