@@ -46,6 +46,7 @@ GRANITE4_H = GRANITE4 | dict(layer_types=["mamba"] * 31 + ["attention"])
 HUNYUAN = LLAMA | dict(model_type="hunyuan_v1_moe")
 OLMO_H = LLAMA | dict(model_type="olmo_hybrid")
 FALCON_H1 = LLAMA | dict(model_type="falcon_h1")
+MISTRAL3 = dict(model_type="mistral3", text_config=LLAMA | dict(model_type="mistral", num_key_value_heads=8))
 NEMOTRON = dict(model_type="nemotron_h", hidden_size=4096, hybrid_override_pattern="ME*")
 LLAMA3 = dict(
     rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192
@@ -111,6 +112,11 @@ REFUSED = [
         quantized(BY_ROW) | dict(compression_config=INT4),
         ['"quantization_config" and "compression_config" are two names of one key, but differ. Remove one.'],
     ),
+    (MISTRAL3 | dict(text_config=None), ["text_config", "an object"]),
+    (MISTRAL3 | dict(text_config=[]), ["text_config", "an object"]),
+    (MISTRAL3 | dict(text_config=dict(model_type="mixtral")), ["text_config", "model_type", "mixtral", "mistral"]),
+    (MISTRAL3 | dict(text_config=dict(model_type="mistral")), ["text_config", "hidden_size"]),
+    (MISTRAL3 | dict(quantization_config=dict(quant_method="aqlm")), ["quantization_config", "aqlm"]),
     (dict(), ["model_type"]),
     (GPT2 | dict(activation_function="gelu"), ["activation_function", "gelu_new"]),
     (GPT2 | dict(n_head=7), ["n_head"]),
@@ -289,19 +295,6 @@ def test_what_is_no_small_regular_file_is_not_read(tmp_path, make):
     why = "(regular|more than 1048576 bytes|directory|links).*[.] Put the file itself there"
     with pytest.raises(InputError, match=f"config.json cannot be read: .*{why}"):
         read_config(tmp_path)
-
-
-def test_real(real):
-    cfg = read_config(real / "stories260k")
-    assert (cfg.model_type, cfg.n_layers, cfg.attentions[0].kv_heads, cfg.widest_head, cfg.tied) == (
-        "llama",
-        5,
-        4,
-        8,
-        True,
-    )
-    assert read_config(real / "capp-gpt2").layers[0].mlp.width == 256
-    assert json.loads((real / "capp-gpt2" / "config.json").read_text())["attn_pdrop"] > 0  # dropout is ignored
 
 
 def test_an_adapter_is_no_checkpoint(tmp_path):

@@ -22,6 +22,13 @@ from trireme.models.generate import generate, needs
 pytestmark = pytest.mark.grid
 
 PROMPTS = [[5, 9, 2, 44, 17, 3, 8], [11], [60, 61, 62, 1, 2, 3, 4, 5, 6, 7, 8, 9], [90, 3, 90]]
+GENERATE = [
+    "gpt2", "llama biases", "llama 3.1 rope", "mistral window", "gpt oss", "flint", "afmoe", "kolibri1", "laguna",
+    "mimo v2 flash", "lara mini", "muse glimmer", "qwen2 window above", "qwen3", "granite", "smollm3 window, biases",
+    "olmo3", "gemma3", "gemma2", "gemma4", "gemma4 keys that are values", "gemma4, experts", "deepseek v3", "qwen3.5",
+    "qwen3.5 moe", "olmo hybrid with rope, odd widths", "granite 4 hybrid with experts", "nemotron 3",
+    "falcon h1 with norms, groups, tied",
+]  # fmt: skip
 
 
 def units_of(tiny, asked=None):
@@ -36,40 +43,7 @@ def units_of(tiny, asked=None):
     return units
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        "gpt2",
-        "llama biases",
-        "llama 3.1 rope",
-        "mistral window",
-        "gpt oss",
-        "flint",
-        "afmoe",
-        "kolibri1",
-        "laguna",
-        "mimo v2 flash",
-        "lara mini",
-        "muse glimmer",
-        "qwen2 window above",
-        "qwen3",
-        "granite",
-        "smollm3 window, biases",
-        "olmo3",
-        "gemma3",
-        "gemma2",
-        "gemma4",
-        "gemma4 keys that are values",
-        "gemma4, experts",
-        "deepseek v3",
-        "qwen3.5",
-        "qwen3.5 moe",
-        "olmo hybrid with rope, odd widths",
-        "granite 4 hybrid with experts",
-        "nemotron 3",
-        "falcon h1 with norms, groups, tied",
-    ],  # fmt: skip
-)
+@pytest.mark.parametrize("case", GENERATE)
 def test_greedy_as_transformers(case):
     reference, cfg = either(case)
     tiny = Tiny(cfg, reference.state_dict())

@@ -204,16 +204,8 @@ MIXTURES = ("qwen3 moe among dense layers", "qwen2 moe among dense layers", "mix
 
 
 # What peft 0.21 has no fused names for, and refuses where a dense or shared layer has the same names.
-ONLY_STACKED = (
-    "qwen2 moe among dense layers",
-    "hy v3",
-    "nemotron 3",
-    "qwen3.5 moe",
-    "flint",
-    "kolibri1",
-    "laguna",
-    "mimo v2 flash",
-)
+ONLY_STACKED = ("qwen2 moe among dense layers", "hy v3", "nemotron 3", "qwen3.5 moe", "flint", "kolibri1", "laguna",
+                "mimo v2 flash")  # fmt: skip
 
 
 @pytest.mark.full
