@@ -136,7 +136,7 @@ def test_a_tied_matrix_stored_twice_must_be_the_same(tmp_path):
     same = {"model.embed_tokens.weight": embedding, "lm_head.weight": embedding}
     exchange(TIED, checkpoint(tmp_path / "same", TIED, **same)).load()
     differ = same | {"lm_head.weight": embedding * 2}
-    with pytest.raises(InputError, match="tied by config.json but differ"):
+    with pytest.raises(InputError, match="config.json"):
         exchange(TIED, checkpoint(tmp_path / "differ", TIED, **differ)).load()
 
 
@@ -144,7 +144,7 @@ def test_a_value_that_is_not_finite_is_refused_by_name(tmp_path):
     bad = np.ones((LLAMA.vocab, LLAMA.width), np.float32)
     bad[3, 4] = np.nan
     source = checkpoint(tmp_path / "in", LLAMA, **{"lm_head.weight": bad})
-    with pytest.raises(InputError, match="in/model.safetensors: lm_head.weight holds NaN"):
+    with pytest.raises(InputError, match="in/model.safetensors: lm_head.weight"):
         exchange(LLAMA, source).load()
 
 
@@ -178,7 +178,7 @@ def test_a_frozen_value_that_is_not_finite_is_refused_by_name(tmp_path):
     bad = np.ones((32, cfg.width), np.float32)
     bad[3, 4] = np.inf
     source = checkpoint(tmp_path / "in", cfg, **{"model.layers.1.mlp.up_proj.weight": bad})
-    with pytest.raises(InputError, match=r"in/model.safetensors: model.layers.1.mlp.up_proj.weight holds NaN or inf"):
+    with pytest.raises(InputError, match=r"in/model.safetensors: model.layers.1.mlp.up_proj.weight"):
         exchange(cfg, source).load()
 
 
@@ -237,9 +237,9 @@ def test_files_name_each_expert_and_the_engine_all(mixture):
 def test_a_missing_expert_is_named(mixture):
     cfg, found = read_config(mixture), open_source(mixture).shapes
     name = "model.layers.1.mlp.experts.4.down_proj.weight"
-    with pytest.raises(InputError, match=f"lacks {name}, which"):
+    with pytest.raises(InputError, match=name):
         hf.canonical_names(cfg, {n: s for n, s in found.items() if n != name})
-    with pytest.raises(InputError, match=r"mlp.gate.weight has shape \[5, 40\], config.json says \[6, 40\]"):
+    with pytest.raises(InputError, match=r"mlp.gate.weight .*\[5, 40\].*\[6, 40\]"):
         hf.canonical_names(cfg, found | {"model.layers.0.mlp.gate.weight": (5, 40)})
-    with pytest.raises(InputError, match="calls for 2 layers of 2,000,000,000 experts"):
+    with pytest.raises(InputError, match="2,000,000,000 experts"):
         hf.canonical_names(with_experts(cfg, count=2_000_000_000), found)

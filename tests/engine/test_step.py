@@ -446,7 +446,7 @@ def test_a_step_without_labels_is_refused_and_changes_nothing():
     before = {name: value.clone() for name, value in final_weights(e).items()}
     batch = batches(LLAMA, 1, 1, 24)[0]
     batch[0].labels[:] = -100
-    with pytest.raises(InputError, match="step 7: none of its tokens has a label"):
+    with pytest.raises(InputError, match="step 7"):
         train_step(e, [inputs_on(LLAMA, batch[0], [(rope_tables(LLAMA, 64, "cpu"), "cpu")])], 7, 1e-2)
     e.optimizer.flush()
     assert all(torch.equal(value, before[name]) for name, value in final_weights(e).items())

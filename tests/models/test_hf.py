@@ -78,7 +78,7 @@ def test_the_name_of_the_output_matrix_is_the_familys():
     renamed = lambda cfg: {name.replace("lm_head", "embed_out"): shape for name, shape in shapes_of(cfg).items()}
     assert sources(NEOX, renamed(NEOX))["lm_head.weight"] == "embed_out.weight"
     for cfg, found in ((LLAMA, renamed(LLAMA)), (TIED, shapes_of(TIED) | {"embed_out.weight": (11, 8)})):
-        with pytest.raises(InputError, match=r"embed_out\.weight is not a tensor of a llama"):
+        with pytest.raises(InputError, match=r"embed_out\.weight"):
             canonical_names(cfg, found)
 
 
@@ -127,14 +127,14 @@ def test_faults_are_named():
 
 @pytest.mark.parametrize("prefix", ["module.", "_orig_mod.", "base_model.model."])
 def test_a_wrapped_models_prefix_is_named(prefix):
-    with pytest.raises(InputError, match=f"Its prefix '{prefix}' is that of a wrapped model"):
+    with pytest.raises(InputError, match=f"'{prefix}'"):
         canonical_names(LLAMA, {prefix + name: shape for name, shape in shapes_of(LLAMA).items()})
 
 
 def test_layers_that_cannot_be_there_make_no_work():
     """A config.json that claims thousands of layers is refused by counts alone."""
     claim = KEYS | dict(model_type="qwen2", num_key_value_heads=2, num_hidden_layers=4096)
-    with pytest.raises(InputError, match="22 tensors, config.json calls for 4,096 layers"):
+    with pytest.raises(InputError, match="22 tensors.*4,096 layers"):
         canonical_names(parse_config(claim), {f"{i}": (1,) for i in range(22)})
     with pytest.raises(InputError, match="layer_types"):
         parse_config(claim | dict(layer_types=["full_attention"] * 2))

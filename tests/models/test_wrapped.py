@@ -181,7 +181,7 @@ def test_logits_of_a_multimodal_model_have_no_cap():
     """transformers' class around a language model does not read it."""
     raw = dict(LLAMA, model_type="gemma3_text", hidden_activation="gelu_pytorch_tanh", final_logit_softcapping=2.0)
     assert parse_config(raw).logit_cap == 2.0
-    with pytest.raises(InputError, match='text_config: "final_logit_softcapping": 2.0 is not supported'):
+    with pytest.raises(InputError, match="text_config.*final_logit_softcapping"):
         parse_config(dict(model_type="gemma3", text_config=raw))
 
 

@@ -120,7 +120,7 @@ def test_amds_gpus_are_refused(monkeypatch):
         monkeypatch.setattr(f"torch.cuda.{name}", lambda found=found: found)
     monkeypatch.setattr("torch.version.hip", "6.4.1")
     for wanted in ("auto", "cuda"):
-        with pytest.raises(InputError, match="AMD GPUs .ROCm.* --device cpu"):
+        with pytest.raises(InputError, match="AMD.* --device cpu"):
             choose_device(wanted)
     assert choose_device("cpu").type == "cpu"
     monkeypatch.setattr("torch.version.hip", None)
@@ -130,6 +130,6 @@ def test_amds_gpus_are_refused(monkeypatch):
 def test_a_gpu_without_bf16_is_refused_by_name(monkeypatch):
     for name, found in dict(is_available=True, get_device_capability=(7, 5), get_device_name="Tesla T4").items():
         monkeypatch.setattr(f"torch.cuda.{name}", lambda found=found: found)
-    with pytest.raises(InputError, match="Tesla T4 has no bf16.* Add --device cpu"):
+    with pytest.raises(InputError, match="Tesla T4.* --device cpu"):
         choose_device("auto")
     assert choose_device("cpu").type == "cpu"

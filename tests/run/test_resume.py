@@ -87,7 +87,7 @@ def test_a_run_that_stops_before_its_first_snapshot_leaves_nothing_or_begins_aga
         m.setattr(loop.Run, "step", lambda *_: os._exit(9))
         assert ended(child(run)) == 9
     assert (tmp_path / "out/.run").is_dir()
-    with pytest.raises(InputError, match="holds a run. Continue it: --resume"):
+    with pytest.raises(InputError, match="--resume"):
         train(run)
     train(replace(run, resume=run.out))
     assert len(losses(tmp_path / "out")) == 6
@@ -114,7 +114,7 @@ def test_a_finished_run_goes_on_where_its_state_was_kept(checkpoint, tmp_path, c
     train(replace(whole, eval_every=every("2")))
     train(replace(parts, eval_every=every("2")))
     assert folder.resumable(parts.out)
-    with pytest.raises(InputError, match=r"is finished at step 2\. To go on, give more: --epochs N or --max-steps N"):
+    with pytest.raises(InputError, match="step 2.* --max-steps N"):
         train(cli.of_a_run({"resume": parts.out}))
     train(cli.of_a_run({"resume": parts.out, "max_steps": 6}))
     assert weights(parts.out) == weights(whole.out)
@@ -185,7 +185,7 @@ def test_a_link_in_a_run_is_refused_and_not_followed(stopped_run, tmp_path, name
     (theirs / "model.safetensors").write_text("theirs")
     (run / name).unlink(missing_ok=True)
     (run / name).symlink_to(theirs)
-    with pytest.raises(InputError, match=rf"{re.escape(name)} is a link.*Remove it"):
+    with pytest.raises(InputError, match=rf"{re.escape(name)} .*Remove it"):
         train(cli.of_a_run({"resume": str(run)}))
     assert (theirs / "model.safetensors").read_text() == "theirs"
 

@@ -79,7 +79,7 @@ def test_reading_beyond_the_end_is_an_error_unless_it_is_not_needed(io: IO, file
     out = arena(64 * K)
     io.read(file, 0, out, need=end).result(60)
     assert out[:end] == data[:end]
-    with pytest.raises(StoreError, match="reading stops at byte .*, expected 65536.*/f'") as e:
+    with pytest.raises(StoreError, match="65536.*/f'") as e:
         io.read(file, 0, out).result(60)
     assert e.value.errno == errno.EIO
     io.read(file, 0, out[: 32 * K]).result(60)  # and the next request is served
@@ -91,7 +91,7 @@ def test_a_closed_descriptor_is_an_error_with_name_and_offset(io: IO, tmp_path):
     file = File(tmp_path / "g", is_direct(tmp_path), 64 * K)
     file.close()
     file.fd = 1 << 20
-    with pytest.raises(StoreError, match="reading 16384 bytes at .*g") as e:
+    with pytest.raises(StoreError, match="16384 bytes.*g") as e:
         io.read(file, 0, arena(64 * K)).result(60)
     assert e.value.errno == errno.EBADF
 

@@ -158,6 +158,6 @@ def test_what_f16_cannot_hold_is_refused(made, scale, alpha):
         for t in tensors.values():
             t.mul_(scale)
     set_keys(made / "adapter", lora_alpha=alpha)
-    with pytest.raises(InputError, match="values are beyond F16. Is its lora_alpha right"):
+    with pytest.raises(InputError, match="lora_alpha"):
         merge(made)
     assert not (made / "out").exists()

@@ -136,7 +136,7 @@ def test_config_alone_says_what_is_packed(made, form):
     assert not said
     open_checkpoint(plain, read_config(folder).packing, said.append)
     assert "no tensor" in said[0]
-    with pytest.raises(CheckpointError, match='has no "quantization_config"'):
+    with pytest.raises(CheckpointError, match="quantization_config"):
         open_checkpoint(folder, read_config(plain).packing)
 
 
@@ -320,7 +320,7 @@ def test_tensors_that_are_copied_may_be_packed_in_another_way(groups):
     assert said == []
     assert source.tensors[f"{MTP}.weight_packed"].dtype == "I32"
     assert as_said(cfg).packed == as_stored(cfg, source).packed  # config.json alone says the same
-    with pytest.raises(CheckpointError, match=rf"{MTP}.weight_\w+ is packed in another way .* Take the BF16"):
+    with pytest.raises(CheckpointError, match=rf"{MTP}.weight_\w+ .* Take the BF16"):
         unpacked(source)
 
 

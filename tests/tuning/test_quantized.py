@@ -238,14 +238,14 @@ def test_matrices_whose_rows_end_within_a_group_stay_as_they_are(tmp_path):
 def test_what_is_not_of_it_is_refused(tmp_path):
     oracle("qwen3", LLAMA)[0].save_pretrained(tmp_path)
     cfg, source, stored = opened(tmp_path)
-    with pytest.raises(InputError, match="--base nf4: no matrix is frozen"):
+    with pytest.raises(InputError, match="--base nf4"):
         quantized(cfg, source, "nf4", stored)
     frozen = chosen(cfg, ("*.mlp.*",), ())
-    with pytest.raises(InputError, match="--base fp8: with --dtype fp8"):
+    with pytest.raises(InputError, match="--dtype fp8"):
         quantized(replace(frozen, fp8=True), source, "fp8", stored)
     found, again = quantized(frozen, source, "fp8", stored)
     assert set(found.packed) == {f"model.layers.*.mlp.{name}_proj.weight" for name in ("gate", "up", "down")}
-    with pytest.raises(InputError, match="is in fp8 already. Leave --base out"):
+    with pytest.raises(InputError, match="Leave --base out"):
         quantized(frozen, again, "nf4", hf.sources(cfg, source.shapes))
 
 
