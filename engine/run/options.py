@@ -400,11 +400,12 @@ class Sample(Machine):
 
 
 @dataclass(frozen=True)
-class Merge(Base):
+class Merge(Machine):
     """An adapter added to its model, as an ordinary checkpoint."""
 
     folder: str = _data("the adapter", Value(text, "ADAPTER"), "")
     model: Text = _data("base of the adapter, if it has moved", DIR)
+    data: Text = _data("rows: say the loss of the base, with its adapter, and merged", FILE, without="expert_adapters")
     out: str = _output("folder of the merged model", DIR, "")
     format: str = _output("of matrices of a packed base: bf16; same as it [bf16; of --merge-aware same]", FORMATS)
     expert_adapters: Text = _output("merge nothing: write the adapter with those of experts in this form", EXPERTS)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from trireme.engine.exchange import LOADERS
 from trireme.engine.placement import Progress, silent
 from trireme.engine.tuning.adapters import Adapter
 from trireme.engine.tuning.base import check_unchanged, stamps
@@ -73,15 +74,14 @@ def merge_adapter(
     unchanged = lambda: check_unchanged(before, "was changed while it was merged")
     names = hf.canonical_names(base, source.shapes, source.named)
     if isinstance(source, Packed):
-        packed = [stored for stored, name in names.items() if name and source.packs(stored)]
-        changed = frozenset(stored for stored in packed if _is_adapted(base, adapter, names[stored] or ""))
+        changed = _changed(base, adapter, source, names)
         if same:
             if adapter.cfg != base:
                 raise InputError(f"--format same: {folder} changes the vocabulary or the head. Leave --format out.")
             wide = source if source.packing.exact else replace(source, wide=changed)
             total = Sum(adapter, wide, base, names)
-            new = repacked(source, {stored: partial(total.rows, stored) for stored in changed})
-            values = lambda name: total.values(name) if name in names.keys() - set(packed) else None
+            new = repacked(source, {stored: partial(total.rows, stored) for stored in sorted(changed)})
+            values = lambda name: total.values(name) if names.get(name) and not source.packs(name) else None
             fetch = lambda name: new.values(name) if name in new.places else values(name)
             export(new.raw, out, fetch, progress, unchanged)
             if changed:
@@ -91,7 +91,7 @@ def merge_adapter(
     source, base = with_ends(base, adapter, source, say), adapter.cfg
     source = headed(base, source)
     total = Sum(adapter, source, base, hf.canonical_names(base, source.shapes))
-    export(source, out, total.values, progress, unchanged)
+    export(source, out, lambda name: total.values(name) if total.names[name] else None, progress, unchanged)
 
 
 @dataclass(frozen=True)
@@ -106,20 +106,19 @@ class Sum:
     @cached_property
     def tensor(self) -> Callable[[str], Tensor]:
         """An adapter's tensor; one of experts serves all of them."""
-        return lru_cache(4)(self.adapter.tensor)
+        return lru_cache(2 * LOADERS)(self.adapter.tensor)
 
-    def values(self, stored: str) -> Iterator[np.ndarray] | None:
-        """A tensor in its dtype; None for one that is no weight. Raises InputError as it is read."""
+    def values(self, stored: str, first: int = 0, last: int | None = None) -> Iterator[np.ndarray]:
+        """Elements [first, last) of a weight in its dtype. Raises InputError as they are read."""
         name, dtype = self.names[stored], self.source.tensors[stored].dtype
-        if not name:
-            return None
+        assert name
         module, pairs = factors(self.cfg, self.adapter, self.tensor, name)
-        pieces = self._read(stored, name)
+        pieces = self._read(stored, name, first, last)
         if not (pairs or name in self.adapter.whole):
             return pieces
         folder = self.adapter.source.folder
         beyond = f"{stored}: with the adapter of {folder}, values are beyond {dtype}. Is its lora_alpha right?"
-        sums = merged(pieces, pairs, self.adapter.scales[module]) if pairs else pieces
+        sums = merged(pieces, pairs, self.adapter.scales[module], first) if pairs else pieces
         return _finite((convert(piece, dtype_of(piece), dtype) for piece in sums), beyond)
 
     def rows(self, stored: str, first: int, last: int) -> np.ndarray:
@@ -138,6 +137,27 @@ class Sum:
         origin, key, kind = (self.adapter.source, whole, "adapter") if whole else (self.source, stored, "checkpoint")
         damage = f"{origin.named(key)} holds NaN or infinite values; the {kind} is damaged."
         return _finite(origin.values(key, first, last), damage)
+
+
+@dataclass(frozen=True)
+class InBf16(Source):
+    """The merged model in bf16, whose values are computed as they are read."""
+
+    total: Sum
+
+    def values(self, name: str, first: int = 0, last: int | None = None) -> Iterator[np.ndarray]:
+        return self.total.values(name, first, last)
+
+    def read(self, name: str) -> np.ndarray:
+        return np.concatenate([piece.copy() for piece in self.values(name)]).view(np.uint8)
+
+
+def in_bf16(cfg: ModelConfig, adapter: Adapter, source: Packed) -> InBf16:
+    """`source` plus the adapter, as merge_adapter writes them without `same`. Raises InputError as it is read."""
+    wide = unpacked(source, _changed(cfg, adapter, source, hf.canonical_names(cfg, source.shapes, source.named)))
+    tensors = {name: t._replace(file="", offset=0) for name, t in wide.tensors.items()}  # computed, so in no file
+    total = Sum(adapter, wide, cfg, hf.canonical_names(cfg, wide.shapes))
+    return InBf16(wide.folder, wide.files, tensors, wide.auxiliary, total)
 
 
 def with_ends(cfg: ModelConfig, adapter: Adapter, source: Source, say: Say) -> Source:
@@ -191,10 +211,11 @@ def _finite(pieces: Iterable[np.ndarray], otherwise: str) -> Iterator[np.ndarray
         yield piece
 
 
-def _is_adapted(cfg: ModelConfig, adapter: Adapter, name: str) -> bool:
-    """Whether the adapter changes or replaces a tensor."""
-    modules = name.removesuffix(".weight"), shapes.within_experts(cfg, name)[0]
-    return name in adapter.whole or any(module in adapter.ranks for module in modules)
+def _changed(cfg: ModelConfig, adapter: Adapter, source: Packed, names: Mapping[str, str | None]) -> frozenset[str]:
+    """The packed matrices that the adapter changes or replaces."""
+    modules = lambda name: (name.removesuffix(".weight"), shapes.within_experts(cfg, name)[0])
+    is_changed = lambda name: name in adapter.whole or any(module in adapter.ranks for module in modules(name))
+    return frozenset(s for s, name in names.items() if name and source.packs(s) and is_changed(name))
 
 
 def factors(cfg: ModelConfig, adapter: Adapter, tensor: Callable[[str], Tensor], name: str) -> tuple[str, Factors]:

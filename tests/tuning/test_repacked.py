@@ -1,6 +1,8 @@
 """A merge in the packed format of the base: what is not changed keeps its bytes, what is changed is rounded once."""
 
 import json
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -8,6 +10,8 @@ import torch
 from packed_files import FORMATS, in_fp4, write_packed
 from safetensors.torch import load_file, save_file
 
+import trireme
+from trireme.engine.run import cli
 from trireme.engine.tuning.adapters import WEIGHTS
 from trireme.engine.tuning.merging import merge_adapter
 from trireme.engine.tuning.parts import open_checkpoint
@@ -114,3 +118,25 @@ def test_an_adapter_with_another_vocabulary_is_refused(tmp_path):
     source = open_checkpoint(tmp_path / "packed", cfg.packing)
     with pytest.raises(InputError, match="--format"):
         merge_adapter(tmp_path / "adapter", cfg, source, tmp_path / "other", say=lambda _: None, same=True)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("form", ["mxfp4", "nf4", "fp8", "fp8, whole blocks", "gpt-oss", "fp8, experts"])
+def test_the_losses_of_a_merge_are_those_of_eval(form, tmp_path, capsys):
+    """Of the base, with the adapter, merged in bf16 as a merge writes it, and merged as it was."""
+    merge(tmp_path, form)
+    adapter, packed, rows = (str(tmp_path / name) for name in ("adapter", "packed", "rows.jsonl"))
+    Path(rows).write_text(json.dumps({"input_ids": list(range(3, 40))}) + "\n")
+    words = ["merge", adapter, "--model", packed, "--data", rows]
+    printed = list[list[str]]()
+    for to in ("bf16", "same"):
+        assert cli.main([*words, "--out", str(tmp_path / f"out-{to}"), "--format", to]) == 0
+        line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("loss "))
+        printed.append(re.findall(r"\d+\.\d{4}", line))
+    base, added, wide, same = (
+        f"{trireme.evaluate(folder, rows, **others)['loss']:.4f}"
+        for folder, others in ((packed, {}), (adapter, {"model": packed}), (tmp_path / "out-bf16", {}),
+                               (tmp_path / "out-same", {}))
+    )  # fmt: skip
+    assert printed == [[base, added, wide], [base, added, wide, same]]
+    assert len({base, added, same}) == 3

@@ -39,6 +39,11 @@ def losses(o: Eval) -> Iterator[dict[str, float]]:
     if not o.data:
         raise InputError("no data is named. Add --data FILE.")
     f = open_finished(o.folder, o.model)
+    return figures(f, *prepared(f, o))
+
+
+def prepared(f: Finished, o: Eval) -> tuple[Eval, list[Dataset], Preference | None]:
+    """(the options with those of the run, data with references, what is compared). Raises as `losses`."""
     o = with_defaults(f, o)
     o.check()
     preference = preference_of(o)
@@ -51,19 +56,24 @@ def losses(o: Eval) -> Iterator[dict[str, float]]:
         raise InputError("--reference is for --method dpo, ipo and kto. Leave it out.")
     codec = f.codec(o)
     data = [read_rows(f, o, codec, name, kind) for name in o.data]
-    seq_len = data[0].options.room
-    rows = rows_of(o, seq_len)
     if preference and preference.compares:
+        seq_len = data[0].options.room
         before = _reference(f, o, data)
         screen.say(f"compared with {before.name}")
-        with computing(before, o, rows, seq_len) as e:
+        with computing(before, o, rows_of(o, seq_len), seq_len) as e:
             data = [replace(d, reference=np.array(e.logps([d]))) for d in data]
-    with computing(f, o, rows, seq_len) as e:
+    return o, data, preference
+
+
+def figures(f: Finished, o: Eval, data: list[Dataset], preference: Preference | None) -> Iterator[dict[str, float]]:
+    """As `losses`, of a model with the tokens and the head of the one for which the data were prepared."""
+    seq_len = data[0].options.room
+    with computing(f, o, rows_of(o, seq_len), seq_len) as e:
         for read in data:
-            loss, figures = e.loss(read, preference)
+            loss, others = e.loss(read, preference)
             perplexity = {} if preference or f.cfg.scores else {"perplexity": math.exp(min(loss, 50.0))}
             labels = len(read.pieces) // 2 if preference else sum(map(len, read.labels()))
-            yield {"loss": loss, **perplexity, **figures, "labels": labels}
+            yield {"loss": loss, **perplexity, **others, "labels": labels}
 
 
 def _reference(f: Finished, o: Eval, data: list[Dataset]) -> Finished:

@@ -5,13 +5,16 @@ with those of experts in another form.
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 from trireme.engine.run import config_file, opening, screen
 from trireme.engine.run.after import hub
-from trireme.engine.run.options import Merge, Options
-from trireme.engine.tuning.merging import merge_adapter, new_folder
+from trireme.engine.run.after.eval import figures, prepared
+from trireme.engine.run.after.opened import Finished, open_finished
+from trireme.engine.run.options import Eval, Machine, Merge, Options, table
+from trireme.engine.tuning.merging import in_bf16, merge_adapter, new_folder
 from trireme.engine.tuning.packed_source import Packed, as_stored
 from trireme.engine.tuning.parts import open_checkpoint
 from trireme.engine.tuning.peft import convert_adapter, scored_by
@@ -22,6 +25,7 @@ from trireme.storage.untrusted import quoted
 
 def run(o: Merge) -> None:
     """The command. Raises InputError, CheckpointError, StoreError."""
+    o.check()
     if not o.folder or not o.out:
         raise InputError(f"merge needs an adapter and --out: trireme merge {quoted(o.folder or 'ADAPTER')} --out DIR.")
     folder, out = Path(o.folder), Path(o.out)
@@ -35,6 +39,9 @@ def run(o: Merge) -> None:
                 shutil.copyfile(folder / TEMPLATE, place / TEMPLATE)
         screen.say(f"output   {out}/: the adapter, of experts {o.expert_adapters}")
         return
+    if o.data:  # what cannot be read is refused before
+        f = open_finished(o.folder, o.model)
+        task = prepared(f, Eval(data=(o.data,), **{name: getattr(o, name) for name in table(Machine)}))
     template = run.chat_template or (str(folder / TEMPLATE) if (folder / TEMPLATE).is_file() else None)
     source = opening.as_written(replace(run, model=base, merge=True, chat_template=template), cfg, source)
     same = (o.format or ("same" if run.merge_aware else "bf16")) == "same"
@@ -44,5 +51,20 @@ def run(o: Merge) -> None:
     with new_folder(out) as place, screen.working("merging the adapter", 2 * source.nbytes) as progress:
         merge_adapter(folder, cfg, source, place, progress, screen.say, same)
     screen.say(f"output   {out}/: the model with its adapter, read back")
+    if o.data:
+        losses = {name: list(figures(f, *task))[0]["loss"] for name, f in _models(f, o.out, same)}
+        screen.say(f"loss     {', '.join(f'{name} {loss:.4f}' for name, loss in losses.items())}; of {o.data}")
     way = "score {} --data FILE --out DIR" if cfg.scores else "sample {} --prompt TEXT"
     screen.say(f"next     trireme {way.format(quoted(out))}, or open it with transformers")
+
+
+def _models(f: Finished, out: str, same: bool) -> Iterator[tuple[str, Finished]]:
+    """The base, with its adapter, and merged, each with its name for the user."""
+    plain = replace(f.cfg, lora=None)
+    if not f.cfg.scores:  # a head that the base has not
+        yield "base", replace(f, cfg=plain, adapter=None)
+    yield "with the adapter", f
+    if same and f.adapter and isinstance(f.source, Packed):
+        wide = in_bf16(plain, f.adapter, f.source)
+        yield "merged in bf16", replace(f, cfg=as_stored(plain, wide), source=wide, adapter=None)
+    yield "merged", open_finished(out)
