@@ -33,17 +33,6 @@ def test_rows_of_logits_are_wide_where_they_stay_in_l2(on):
         assert tuple(launch.cross_entropy(GPU, V) for V in (32000, 128256, 151936, 262208)) == expected
 
 
-def test_products_of_experts_have_a_wide_tile_on_hopper(on):
-    """In bf16 alone, where columns fill it, with the depth of the usual tile: the order of the sums stays."""
-    usual, wide = (128, 64, 128, 8, 3), (128, 64, 256, 8, 3)
-    on(H100)
-    for B, tile in ((16, usual), (128, usual), (256, wide), (640, usual), (1408, wide), (2880, wide), (28672, wide)):
-        assert launch.grouped_mm(GPU, torch.bfloat16, B) == tile
-    assert launch.grouped_mm(GPU, torch.float8_e4m3fn, 1024) == (128, 128, 128, 8, 3)
-    on(Chip(100, 148))
-    assert launch.grouped_mm(GPU, torch.bfloat16, 1024) == usual
-
-
 @pytest.mark.parametrize("chip", CHIPS, ids=lambda chip: f"sm_{chip.arch}")
 def test_the_first_setting_is_used_and_all_keep_the_rows_that_documents_are_cut_into(on, chip):
     on(chip)
@@ -58,11 +47,6 @@ def test_the_first_setting_is_used_and_all_keep_the_rows_that_documents_are_cut_
     assert all(len(set(each)) == len(each) for each in known.values())
     assert ("block_scaled" in known, "quantize" in known) == (chip.arch >= 120, chip.arch >= 89)
     assert ("grouped_mm" in known) == ("grouped_add" in known) == (chip.arch != 90)
-
-
-def test_heads_of_64_have_a_launch_of_their_own_on_an_rtx_50(on):
-    on(RTX_5090)
-    assert launch.attention(GPU, torch.bfloat16, 64).fwd == (128, 64, 8, 2)
 
 
 def test_settings_in_use_are_for_bf16_and_leave_other_launches(on):

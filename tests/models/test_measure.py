@@ -9,7 +9,6 @@ import pytest
 import transformers
 from tiny import CASES
 
-from trireme.engine.planner.sizes import find_model
 from trireme.models.config import Lora, ModelConfig, Teaching, parse_config
 from trireme.models.families.packing import FP8
 from trireme.models.head import LOSS_CHUNK
@@ -87,14 +86,6 @@ def test_experts_of_few_rows_stay_in_bf16():
     cfg, enough = replace(MIXTURE, fp8=True), -(-narrow.LEAST_ROWS * 8 // 3)
     for tokens in (enough - 1, enough):
         assert ("grouped fp8" in measure.work(cfg, 1, tokens, 0)[0].flops) == (tokens == enough)
-
-
-def test_attention_is_by_pairs():
-    cfg, pairs = find_model("llama-8b"), costs.attended_pairs([100])
-    attention = 4 * pairs * 32 * 128
-    assert measure.forward_flops(cfg, 1, 100, pairs) - measure.forward_flops(cfg, 1, 100, 0) == pytest.approx(attention)
-    forward = sum(measure.forward_flops(cfg, u, 1000, pairs) for u in range(cfg.n_units))
-    assert 3 * forward == pytest.approx(costs.model_flops(cfg, 1000, pairs))
 
 
 @pytest.mark.usefixtures("few_rows_in_fp8")

@@ -118,7 +118,7 @@ def test_the_command_line_gives_back_the_options(o):
     assert cli.parse(words) == ("", o)
 
 
-@settings(deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(step=st.integers(0, 10**9), loss=st.none() | st.floats(allow_nan=False), files=st.dictionaries(TEXT, TEXT))
 def test_records_come_back_and_damage_is_seen(step, loss, files, tmp_path_factory):
     path = tmp_path_factory.getbasetemp() / "best.json"

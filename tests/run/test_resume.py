@@ -95,7 +95,8 @@ def test_a_run_that_stops_before_its_first_snapshot_leaves_nothing_or_begins_aga
 
 def test_the_best_is_of_the_lowest_evaluation(checkpoint, tmp_path):
     """At this rate the loss rises after a few steps."""
-    run = replace(options(checkpoint, tmp_path / "out", "gpu", val="0.2", export="best", schedule="constant"), lr=0.1)
+    more = dict(val="0.2", export="best", schedule="constant", batch_size=2, lr=0.1)
+    run = options(checkpoint, tmp_path / "out", "gpu", **more)
     train(replace(run, warmup=0.0, eval_every=every("1"), export_every=every("1")))
     evals = {r["step"]: r["eval_loss"] for r in records(run.out, "eval_loss") if r["step"]}
     best = min(evals, key=evals.get)

@@ -162,16 +162,6 @@ def test_frozen_tensors_come_out_as_they_went_in(checkpoint, monkeypatch):
 
 
 @pytest.mark.full
-def test_blocks_may_all_be_frozen(checkpoint):
-    """The largest gradient is then that of the embedding."""
-    curves = []
-    for where in ("gpu", "ssd"):
-        train(replace(options(checkpoint, checkpoint / f"ends-{where}", where, freeze=("*layers*",)), max_steps=2))
-        curves.append(losses(checkpoint / f"ends-{where}"))
-    assert curves[0] == curves[1]
-
-
-@pytest.mark.full
 def test_a_refusal_offers_what_fits(checkpoint):
     small = replace(options(checkpoint, checkpoint / "small", "gpu"), dry_run=True, gpu_memory=4 << 20)
     for change, offers in (
