@@ -1,7 +1,6 @@
 """Chat templates: the text of transformers, the masks of TRL's tags, and where answers are found without tags."""
 
 import json
-import time
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -229,17 +228,3 @@ def test_thoughts_that_are_left_out_or_empty_are_counted():
     variables = {"enable_thinking": False}
     template = ChatTemplate({"default": qwen3}, SPECIALS, None, (), "</s>")
     assert template.mark(chat_of(row_of(TALKS["one turn"]))._replace(variables=variables)).counts["thoughtless"] == 0
-
-
-def test_time_is_linear_in_turns():
-    source = of_trl()["qwen3_5_think"]
-    template = ChatTemplate({"default": source}, SPECIALS, None, (), "</s>")
-    spent = {}
-    for n in (10, 160):
-        talk = chat_of(row_of([message for i in range(n) for message in (user(f"q{i}"), said(f"a{i}"))]))
-        template.mark(talk)
-        began = time.process_time()
-        for _ in range(320 // n):
-            template.mark(talk)
-        spent[n] = time.process_time() - began
-    assert spent[160] < 2 * spent[10]
