@@ -40,6 +40,9 @@ def test_small_memory_changes_no_bit(name, finished, said, tmp_path):
     small = ("--gpu-memory", "3MiB", "--ram", "2MiB")
     assert "read from the drive" in said("eval", out, "--data", data, *small)[1]
     assert trireme.evaluate(out, data, gpu_memory="3MiB", ram="2MiB") == whole
+    text, lines = said("eval", out, "--data", data, "--dtype", "bf16", "--gpu-memory", "2MiB", "--ram", "1MiB")
+    assert "copied" in lines
+    assert text == said("eval", out, "--data", data, "--dtype", "bf16")[0]
     words, small = ("sample", out, "--prompt", "the cat", "--max-new-tokens", "6"), ("--gpu-memory", "4MiB", *small[2:])
     text, lines = said(*words, *small)
     assert "read from the drive" in lines

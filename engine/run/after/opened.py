@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from trireme.engine.amounts import compact, count
+from trireme.engine.amounts import compact, percent
 from trireme.engine.build import build
 from trireme.engine.data.codec import Codec, load_codec
 from trireme.engine.data.dataset import Dataset, load_dataset
@@ -201,7 +201,7 @@ def computing(f: Finished, o: Machine, rows: int, seq_len: int, texts: int = 0, 
         what = f"{f.base}{f' with its adapter of rank {f.cfg.lora.rank}' if f.cfg.lora else ''}"
         screen.say(f"model    {what}, {compact(shapes.parameters(f.cfg))} parameters in {dtype.lower()} on the {where}")
         if streamed := sum(unit.base == "ssd" for unit in plan.units):
-            screen.say(f"speed    {count(streamed, 'layer')} of {f.cfg.n_layers} are read from the drive in each pass")
+            screen.say(f"speed    {percent(streamed / len(plan.units))} of layers are read from the drive in each pass")
         yield Evaluator(e, rows, seq_len)
         e.queues.drain()
 
@@ -218,7 +218,7 @@ def _streamed(f: Finished, plan: Plan, dtype: str, stack: ExitStack) -> tuple[Ch
     if why := why_copied(f.cfg, dtype, f.source, stored, [f.source.folder]):
         place = stack.enter_context(Temporary("trireme-weights-", Path.cwd()))
         screen.say(f"note: weights that do not fit in RAM are copied to {place}, since {why}")
-        drive = open_device(place, 0)
+        drive = open_device(place)
     else:
         drive = open_reader(f.source.folder / f.source.files[0])
     stack.callback(drive.io.close)
