@@ -31,10 +31,10 @@ BUDGETS = {
     "engine/hosts/**": 600,
     "engine/check/**": 1200,
     "engine/data/**": 4304,
-    "engine/tuning/**": 2295,  # 2188
-    "engine/run/**": 5740,  # 5020, and 150 for what is compared with the model before training, and env
+    "engine/tuning/**": 2317,  # 2188
+    "engine/run/**": 5743,  # 5020, and 150 for what is compared with the model before training, and env
     "scripts/**": 2969,
-    "tests/**": 25270,  # 25044, and training that knows its packing, rows of new model types
+    "tests/**": 25929,  # 25044, and training that knows its packing, rows of new model types
 }
 MOST_LINES_OF_PROSE = 3200  # README, docs and the other pages
 MOST_LINES_OF_README = 140

@@ -77,6 +77,9 @@ def open_model(o: Options, date: str | None) -> Opened:
     shapes = source.shapes
     stored = hf.sources(cfg, shapes, source.named)
     if o.base:
+        if cfg.packing and o.merge_format == "same":
+            way = "Leave it out; after the run: trireme merge OUT --format same"
+            raise InputError(f"--merge-format same is of {o.model} as it is, --base {o.base} of another format. {way}.")
         cfg, source = quantized(cfg, source, o.base, stored)
         source = cached(source, Path(o.store[0])) if o.store and source.files else source
         stored = hf.sources(cfg, shapes)

@@ -7,16 +7,17 @@ written next to frozen matrices, is made of the checkpoint's own values.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, partial
 from math import prod
 
 import numpy as np
 
-from trireme.engine.tuning.packed_source import Made, Packed, globs
+from trireme.engine.tuning.packed_source import Made, Packed, globs, unpacked
 from trireme.models.config import FP8, MX, NF4, WHOLE, InputError, ModelConfig, Packing
 from trireme.models.sizes import shapes
+from trireme.storage.auxiliary import CONTENT
 from trireme.storage.checkpoint import Source, SourceTensor, convert, dtype_of
 
 STRIP = 1 << 18  # elements of a matrix encoded at a time; each loader needs about 30 bytes of RAM for one
@@ -74,9 +75,27 @@ class Quantized(Packed):
     def packs(self, name: str) -> bool:  # noqa: ARG002 (its files have none)
         return False
 
+    def place(self, name: str) -> SourceTensor:
+        return self.parts.get(name) or self.original.place(name)
+
+    def values(self, name: str, first: int = 0, last: int | None = None) -> Iterator[np.ndarray]:
+        yield from super().values(name, first, last) if name in self.parts else self.original.values(name, first, last)
+
+    # What is written next to it is made of the original, which may itself be decoded as it is read.
+
     @property
     def nbytes(self) -> int:
         return self.original.nbytes
+
+    @property
+    def others(self) -> dict[str, CONTENT]:
+        return replace(self.original, auxiliary=self.auxiliary).others
+
+    def size_of(self, file: str) -> int:
+        return self.original.size_of(file)
+
+    def rewritten(self, file: str, fetch: Callable[[str], Iterable[np.ndarray] | None]) -> Iterator[np.ndarray]:
+        return self.original.rewritten(file, fetch)
 
 
 def as_rows(pieces: Iterable[np.ndarray], columns: int) -> np.ndarray:
@@ -93,13 +112,16 @@ def quantized(cfg: ModelConfig, source: Source, base: str, stored: dict[str, str
     """(cfg, source) with the frozen matrices of blocks quantized to `base`. `stored`: canonical name -> name in
     `source`.
 
-    Raises InputError if nothing is frozen, or the checkpoint is packed already.
+    A packed checkpoint is decoded as it is read. Raises InputError if nothing is frozen, or it is in `base` already.
     """
+    packing = BASES[base]
     if isinstance(source, Packed):
-        raise InputError(f"--base {base}: {source.folder} is in {source.packing.word} already. Leave --base out.")
+        if source.packing.code == packing.code:
+            raise InputError(f"--base {base}: {source.folder} is in {source.packing.word} already. Leave --base out.")
+        source = unpacked(source) if source.files else replace(source, parts={})
+        cfg = replace(cfg, packing=None, packed=())
     if cfg.fp8:
         raise InputError(f"--base {base}: with --dtype fp8 frozen matrices are kept in fp8. Leave one of them out.")
-    packing = BASES[base]
     small = tuple(f".{name}.weight" for name in (cfg.names.mlp.router, cfg.names.mlp.shared_gate) if name)
 
     def is_packed(name: str, shape: tuple[int, ...]) -> bool:

@@ -1,5 +1,6 @@
 """--base: what is frozen is quantized as it is read, as bitsandbytes, transformers and MXFP4's specification do."""
 
+import json
 from dataclasses import replace
 from math import copysign, floor, log2
 from os import truncate, utime
@@ -9,12 +10,14 @@ import numpy as np
 import pytest
 import torch
 from engines import adapters, batches, exchange, final_weights, opened, train
+from packed_files import FORMATS, write_packed
 from runs import losses, options, stopped
 from safetensors.torch import load_file, save_file
 from stores import flip
 from tiny import LLAMA, MIXTURE, oracle
 
 from trireme.engine.geometry import geometry
+from trireme.engine.run.cli import of_a_run
 from trireme.engine.run.job import make
 from trireme.engine.run.loop import train as finetune
 from trireme.engine.tuning.base import CheckpointBase, why_copied
@@ -233,10 +236,50 @@ def test_what_is_not_of_it_is_refused(tmp_path):
     frozen = chosen(cfg, ("*.mlp.*",), ())
     with pytest.raises(InputError, match="--dtype fp8"):
         quantized(replace(frozen, fp8=True), source, "fp8", stored)
-    found, again = quantized(frozen, source, "fp8", stored)
+    found, _ = quantized(frozen, source, "fp8", stored)
     assert set(found.packed) == {f"model.layers.*.mlp.{name}_proj.weight" for name in ("gate", "up", "down")}
-    with pytest.raises(InputError, match="Leave --base out"):
-        quantized(frozen, again, "nf4", hf.sources(cfg, source.shapes))
+
+
+@pytest.mark.parametrize(
+    ("form", "base"), [("fp8, latent", "nf4"), ("fp8 by row", "nf4"), ("mxfp4", "fp8"), ("nf4", "nf4")]
+)
+def test_a_packed_checkpoint_is_quantized_as_what_it_decodes_to(tmp_path, form, base):
+    """As one of DeepSeek's in fp8, of which MXFP4 takes half the memory."""
+    for name in ("packed", "plain"):
+        (tmp_path / name).mkdir()
+    write_packed((tmp_path / "packed", tmp_path / "plain"), FORMATS[form])
+    parts = list[dict[str, bytes]]()
+    for name in ("plain", "packed"):
+        cfg, source, _ = opened(tmp_path / name, lambda cfg: adapted(cfg, Lora(2, 4.0, ("o_proj",))))
+        if name == "packed" and form == base:
+            with pytest.raises(InputError, match="--base nf4"):
+                quantized(cfg, source, base, hf.sources(cfg, source.shapes))
+            return
+        _, made = quantized(cfg, source, base, hf.sources(cfg, source.shapes))
+        parts.append({part: b"".join(piece.tobytes() for piece in made.values(part)) for part in made.parts})
+    assert parts[0] == parts[1]
+    assert parts[0]
+
+
+@pytest.mark.full
+def test_a_run_on_a_packed_checkpoint_in_another_base_is_that_on_what_it_decodes_to(tmp_path):
+    for name in ("packed", "plain"):
+        (tmp_path / name).mkdir()
+    write_packed((tmp_path / "packed", tmp_path / "plain"), FORMATS["fp8"])
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(
+        "".join(json.dumps({"input_ids": [(7 * i + 3 * j) % 90 + 1 for j in range(30)]}) + "\n" for i in range(16))
+    )
+    out, weights = tmp_path / "out", list[dict[str, torch.Tensor]]()
+    keys = dict(data=[rows], lora=4, base="nf4", merge=True, max_steps=2, seq_len=32, batch_size=4)
+    for name in ("packed", "plain"):
+        finetune(of_a_run({"model": tmp_path / name, "out": out / name, **keys}))
+        adapter = load_file(out / name / "adapter_model.safetensors")
+        weights.append(adapter | load_file(out / name / "merged/model.safetensors"))
+    assert weights[0].keys() == weights[1].keys()
+    assert all(torch.equal(t, weights[1][name]) for name, t in weights[0].items())
+    with pytest.raises(InputError, match="--merge-format same"):
+        finetune(of_a_run({"model": tmp_path / "packed", "out": out / "same", **keys, "merge_format": "same"}))
 
 
 @pytest.mark.full
