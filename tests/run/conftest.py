@@ -40,5 +40,5 @@ def checkpoint(tmp_path_factory) -> Path:
 def uninterrupted(checkpoint):
     """(weights file, losses) of the run that nothing disturbs."""
     out = checkpoint / "whole"
-    assert ended(child(options(checkpoint, out, "ssd", batch_size=2, micro_batch=1))) == 0
+    assert ended(child(options(checkpoint, out, "gpu", batch_size=2, micro_batch=1))) == 0
     return (out / "model.safetensors").read_bytes(), losses(out)

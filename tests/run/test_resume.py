@@ -34,7 +34,7 @@ from trireme.models.config import InputError
 
 
 @pytest.mark.grid
-@pytest.mark.parametrize("where", ["ssd", "ram", "halves"])
+@pytest.mark.parametrize("where", ["ram", "ssd", "halves"])
 def test_a_killed_run_resumes_bitwise(checkpoint, uninterrupted, where):
     """Killed in step 4, after the snapshot of step 2; placement does not matter."""
     out = checkpoint / f"killed-{where}"
