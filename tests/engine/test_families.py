@@ -41,6 +41,7 @@ PLACED = (
 )  # fmt: skip
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("halves", [False, True])
 @pytest.mark.parametrize("case", PLACED)
 def test_placement_never_changes_the_numbers(case, halves):

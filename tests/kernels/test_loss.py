@@ -158,6 +158,7 @@ def test_labels_that_are_the_likeliest(device, cap, gradient):
     assert torch.equal(losses, run(loss, form, a, a.x, a.w, *into(), 7))
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_teacher_that_is_the_student_moves_nothing(device):
     """And shares that are nearly 0 or 1 give finite gradients."""

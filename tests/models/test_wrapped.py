@@ -126,6 +126,7 @@ def test_the_tower_goes_through_untouched(trained):
     assert f"{len(beside)} tensors" in line
 
 
+@pytest.mark.full
 def test_transformers_opens_the_result(trained):
     """With the logits that our blocks give for its weights."""
     _, out, _ = trained

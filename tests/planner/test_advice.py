@@ -82,6 +82,7 @@ def test_the_ram_that_is_named_is_enough_and_not_more(gpu):
         check_drive(forecast(f"gpu={gpu},ram={ram - 4}GiB"))
 
 
+@pytest.mark.full
 def test_as_much_more_ram_is_enough_for_the_larger_records_that_it_brings():
     big = find_model("llama-405b")
     size = lambda ram: max(min(1 << 24, ram // 1024), min(shapes.parameters(big) // 256, ram // 256)) // 4096 * 4096

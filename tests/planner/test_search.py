@@ -284,6 +284,7 @@ def test_experts_come_in_slices_where_that_overlaps_better():
 # ---------------------------------------------------------------- several GPUs
 
 
+@pytest.mark.full
 def test_two_gpus_have_layers_in_turn_and_resumed_runs_their_updates():
     limits, wanted = Limits(160 * MIB, 2000 * MIB, 2), Wanted(((512, 4), (256, 8)), document=256, gpus=2)
     choice = choose(SMALL, limits, H200, wanted)

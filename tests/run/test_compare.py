@@ -82,6 +82,7 @@ def test_the_end_says_what_is_better_and_what_was_forgotten(plays, tmp_path, cap
     assert len(records(parts.out, "general_loss")) == 2
 
 
+@pytest.mark.full
 def test_with_export_best_both_figures_are_those_of_the_output(plays, tmp_path, capsys):
     """At this rate the loss rises soon."""
     run = replace(plays, out=str(tmp_path / "out"), export="best", eval_every=every("1"), lr=0.02, max_steps=5)
