@@ -34,7 +34,7 @@ BUDGETS = {
     "engine/tuning/**": 2317,  # 2188
     "engine/run/**": 5743,  # 5020, and 150 for what is compared with the model before training, and env
     "scripts/**": 2969,
-    "tests/**": 25319,  # 25044, and training that knows its packing, rows of new model types
+    "tests/**": 25319,  # 25044; 174 of --merge-aware, 104 of test_compare.py, 105 of new model types
 }
 MOST_LINES_OF_PROSE = 3200  # README, docs and the other pages
 MOST_LINES_OF_README = 140
