@@ -5,19 +5,16 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Iterator, Mapping
-from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, version
 
 import torch
 
 from trireme.engine.amounts import gib
-from trireme.engine.check.row import Row
+from trireme.engine.check.row import Row, versions
 from trireme.engine.planner.host import available_ram
 from trireme.engine.planner.rates import CORE_ADAM, GB
 from trireme.engine.queues.cgroups import cores, update_threads
 from trireme.kernels.host_adamw import why_slow
 
-PACKAGES = ("torch", "triton", "safetensors", "tokenizers", "numpy")
 LITTLE_RAM = 16 << 30
 MANY = 6  # cores, which together ask for all that RAM gives
 
@@ -27,13 +24,7 @@ def is_wsl() -> bool:
 
 
 def software() -> Iterator[Row]:
-    versions = {"trireme": "from a clone, not installed", "python": platform.python_version()}
-    versions |= {"system": platform.release()} | dict.fromkeys(PACKAGES, "missing")
-    for name in ("trireme", *PACKAGES):
-        with suppress(PackageNotFoundError):
-            versions[name] = version(name)
-    result = ", ".join(f"{name} {text}" for name, text in versions.items())
-    yield Row("software", "versions", result, numbers=dict(versions))
+    yield versions()
     why = why_slow()
     how = "repair that: AdamW on the CPU is several times slower without it" if why else ""
     yield Row("software", "C++ compiler", why or "compiles AdamW for this CPU", how, {"compiles": not why})

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
 
+PACKAGES = ("torch", "triton", "safetensors", "tokenizers", "numpy")
 WIDTHS = 10, 34  # of the first columns
 
 
@@ -25,3 +29,14 @@ def changes(rows: Iterable[Row]) -> list[str]:
     """What to change, each advice once."""
     advice = [f"{row.what}: {row.change}" for row in rows if row.change]
     return list(dict.fromkeys(advice)) or ["nothing"]
+
+
+def versions() -> Row:
+    """Of this program, Python, the system's kernel, and packages that are used. Imports none of them."""
+    known = {"trireme": "from a clone, not installed", "python": platform.python_version()}
+    known |= {"system": platform.release()} | dict.fromkeys(PACKAGES, "missing")
+    for name in ("trireme", *PACKAGES):
+        with suppress(PackageNotFoundError):
+            known[name] = version(name)
+    result = ", ".join(f"{name} {text}" for name, text in known.items())
+    return Row("software", "versions", result, numbers=dict(known))

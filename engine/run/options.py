@@ -428,5 +428,12 @@ class Check(Base):
     tune: bool = _output("instead, try launch settings of each kernel; runs use the faster ones", SWITCH, False)
 
 
+@dataclass(frozen=True)
+class Env(Base):
+    """What to paste into an issue: versions, machine, drives and variables; measures nothing."""
+
+    store: Texts = _data("folders whose drives are named [this one]", DIRS, ())
+
+
 # fmt: on
-COMMANDS: dict[str, type[Base]] = {cls.__name__.lower(): cls for cls in (Sample, Eval, Score, Merge, Push, Check)}
+COMMANDS: dict[str, type[Base]] = {cls.__name__.lower(): cls for cls in (Sample, Eval, Score, Merge, Push, Check, Env)}

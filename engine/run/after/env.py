@@ -1,0 +1,50 @@
+"""`trireme env`: what to paste into an issue. Measures and writes nothing; imports no torch, which may be broken."""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+from trireme.engine.check.row import Row, versions
+from trireme.engine.queues.cgroups import cores
+from trireme.engine.run import screen
+from trireme.engine.run.options import Env
+
+ROOT = str(Path(__file__).resolve().parents[3])
+PROGRAMS = {
+    "commit": ("git", "-C", ROOT, "--git-dir=.git", "describe", "--always", "--dirty"),
+    "container": ("sh", "-c", "ls -d /.dockerenv /run/.containerenv 2>/dev/null || echo none seen"),
+    "CPU": ("grep", "-m1", "model name", "/proc/cpuinfo"),
+    "RAM": ("grep", "-m3", "Mem", "/proc/meminfo"),
+    "RAM limit": ("cat", "/sys/fs/cgroup/memory.max"),
+    "GPU": ("nvidia-smi", "--query-gpu=name,driver_version,memory.total,memory.used", "--format=csv,noheader"),
+    "drives": ("lsblk", "--nodeps", "--noheadings", "--exclude", "1,7", "--output", "NAME,SIZE,MODEL"),
+    "store": ("df", "-h", "--output=file,source,fstype,size,avail"),
+}
+VARIABLES = ("CUDA_", "HF_HOME", "HF_HUB_", "HF_ENDPOINT", "TRIREME_", "NCCL_", "OMP_NUM_", "LD_LIBRARY_PATH")
+SECONDS = 5  # of a program, at most
+
+
+def run(o: Env) -> None:
+    """The command."""
+    screen.say(versions().line())
+    screen.say(Row("machine", "system", platform.platform()).line())  # which names WSL2
+    screen.say(Row("machine", "cores", f"{cores():g} of {os.cpu_count()} may be used").line())
+    for what, command in PROGRAMS.items():
+        for line in _printed(*command, *(o.store or (".",)) * (what == "store")):
+            screen.say(Row("machine", what, " ".join(line.split())).line())
+    for name in sorted(os.environ):
+        if name.startswith(VARIABLES) and "TOKEN" not in name:
+            screen.say(Row("variable", name, os.environ[name]).line())
+
+
+def _printed(*command: str) -> Iterator[str]:
+    """The lines that a program prints, those of errors last, or the reason why it did not run."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=SECONDS)
+        yield from (done.stdout + done.stderr or f"exit code {done.returncode}").splitlines()
+    except (OSError, subprocess.TimeoutExpired) as error:
+        yield f"{command[0]}: {getattr(error, 'strerror', None) or f'no answer in {SECONDS} s'}"
