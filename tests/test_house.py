@@ -29,12 +29,12 @@ BUDGETS = {
     "engine/*.* engine/queues/**": 5400,
     "engine/planner/**": 3850,
     "engine/hosts/**": 600,
-    "engine/check/**": 1200,
-    "engine/data/**": 4304,
+    "engine/check/**": 1204,
+    "engine/data/**": 4306,
     "engine/tuning/**": 2317,  # 2188
-    "engine/run/**": 5743,  # 5020, and 150 for what is compared with the model before training, and env
+    "engine/run/**": 5800,  # 5020, and 150 for what is compared with the model before training, and env
     "scripts/**": 2969,
-    "tests/**": 25319,  # 25044; 174 of --merge-aware, 104 of test_compare.py, 105 of new model types
+    "tests/**": 25413,  # 25044; 174 of --merge-aware, 104 of test_compare.py, 105 of new model types
 }
 MOST_LINES_OF_PROSE = 3200  # README, docs and the other pages
 MOST_LINES_OF_README = 140

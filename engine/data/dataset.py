@@ -170,24 +170,24 @@ class Dataset:
         """The report of held-out files."""
         return self.held_out.report.lines() if self.held_out and not self.report.held_out else []
 
-    def example(self, k: int = 0) -> str:
-        """The beginning of document k as text, with the trained part in [..]."""
+    def example(self, k: int = 0, marks: str = "[]") -> str:
+        """The beginning of document k as text, with the trained part between two marks."""
         pieces = np.lexsort((self.pieces["start"], self.pieces["file"]))
         if self.options.paired:
             pieces = pieces[pieces % 2 == 0]  # a pair's pieces are side by side
         piece = pieces[k % len(pieces)]
-        shown = self._shown(piece)
+        shown = self._shown(piece, marks)
         if self.options.kind == "classes":
             return f"{shown} -> {self.options.labels[int(self._values(self.pieces[[piece]])[0])]}"
         if not self.options.paired:
             return shown
-        second = "" if self.options.kind == "labels" else f"\n         bad:  {self._shown(piece + 1)}"
+        second = "" if self.options.kind == "labels" else f"\nbad:  {self._shown(piece + 1, marks)}"
         return f"{'bad' if self.pieces['weight'][piece] < 0 else 'good'}: {shown}{second}"
 
-    def _shown(self, piece: int) -> str:
+    def _shown(self, piece: int, marks: str) -> str:
         ids, labels = self._read(self.pieces[[piece]])
         shifted = np.concatenate([[False], labels[:-1] >= 0])  # labels are those of the next tokens
-        return example_text(ids, labels >= 0 if self.options.scored else shifted, self.codec)
+        return example_text(ids, labels >= 0 if self.options.scored else shifted, self.codec, marks)
 
     def _order(self, epoch: int) -> np.ndarray:
         return documents.shuffled(self.n_sequences, self.options.seed, epoch)

@@ -145,14 +145,16 @@ def notes_on(
     return notes + [note.format(count(n[name], noun)) for name, (noun, note) in _LEARNED.items() if n[name]]
 
 
-def example_text(ids: np.ndarray, learned: np.ndarray, codec: Codec | None) -> str:
-    """The beginning of a document as text, with [..] around trained tokens and ⏎ for line ends. ids (n,), learned (n,)
-    bool.
+def example_text(ids: np.ndarray, learned: np.ndarray, codec: Codec | None, marks: str = "[]") -> str:
+    """The beginning of a document as text, with `marks` around trained tokens and ⏎ for line ends. ids (n,), learned
+    (n,) bool.
     """
     runs = [(trained, len([*run])) for trained, run in groupby(learned[:SHOWN].tolist())]
     stops = np.cumsum([n for _, n in runs]).tolist()
     words = [" ".join(map(str, part)) + " " for part in np.split(ids[:SHOWN], stops[:-1])]
     parts = words if codec is None else codec.parts(ids[:SHOWN], stops)  # one part if the codec fails
-    marked = (f"[{part}]" if trained else part for part, (trained, _) in zip(parts, runs, strict=False))
+    marked = (
+        f"{marks[0]}{part}{marks[1]}" if trained else part for part, (trained, _) in zip(parts, runs, strict=False)
+    )
     text = "".join(marked).replace("\n", "⏎")
     return text if max(len(ids), len(text)) <= SHOWN else f"{text[:SHOWN]} … of {count(len(ids), 'token')}"

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from trireme.engine.amounts import compact, count, duration, percent
 from trireme.engine.run import config_file, page, screen
@@ -184,32 +184,23 @@ def eval_line(record: Record, note: str) -> str:
 # ---------------------------------------------------------------- is it better?
 
 
-class Change(NamedTuple):
-    """A figure before training and after it."""
-
-    verdict: str  # better, worse, the same
-    line: str
-
-
-def changes(before: Mapping[str, float], after: Mapping[str, float], of: str, on: str, counted: str) -> list[Change]:
-    """The figures of one evaluation that are in both. `of`: eval or general, `on`: its data in words, `counted`: of
-    what the accuracy is.
+def changes(
+    before: Mapping[str, float], after: Mapping[str, float], of: str, on: str, counted: str
+) -> Iterator[tuple[bool, str]]:
+    """Yields whether a figure is better, and its line, for those that both evaluations have. `of`: eval or general,
+    `on`: its data in words, `counted`: of what the accuracy is.
     """
-    made = list[Change]()
     for name, what in (("loss", "loss"), ("accuracy", f"accuracy of {counted}"), ("rewards/accuracies", PAIRS)):
         key = f"{of}_{name}"
         if key not in before or key not in after:
             continue
         was, now = before[key] or CHANCE * (what == PAIRS), after[key]
-        gain = round(now, PLACES) - round(was, PLACES)
-        gain = -gain if name == "loss" else gain
+        gain = (round(now, PLACES) - round(was, PLACES)) * (-1 if name == "loss" else 1)
         verdict = "the same" if not gain else "better" if gain > 0 else "worse"  # NaN: worse
-        if name == "loss":
-            share = f"{percent(abs(gain / was))} " if gain and was else ""
-            made.append(Change(verdict, f"{what} {was:.4f} -> {now:.4f} on {on}: {share}{verdict}"))
-        else:
-            made.append(Change(verdict, f"{what} {100 * was:.2f} % -> {100 * now:.2f} %: {verdict}"))
-    return made
+        share = f"{percent(abs(gain / was))} " if gain and was else ""
+        values = f"{100 * was:.2f} % -> {100 * now:.2f} %: "
+        line = f"{what} {was:.4f} -> {now:.4f} on {on}: {share}" if name == "loss" else f"{what} {values}"
+        yield gain > 0, f"{line}{verdict}"
 
 
 # ---------------------------------------------------------------- trackers

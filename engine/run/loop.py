@@ -37,7 +37,7 @@ from trireme.engine.run.after import hub, push
 from trireme.engine.run.evaluate import documents, with_reference
 from trireme.engine.run.folder import Folder
 from trireme.engine.run.job import Job, alternatives, check_options, check_room, make
-from trireme.engine.run.log import Change, Log, Record, Tracker, changes, eval_line, trackers
+from trireme.engine.run.log import Log, Record, Tracker, changes, eval_line, trackers
 from trireme.engine.run.options import TEMPLATES, Options, flag
 from trireme.engine.run.record import Snapshot
 from trireme.engine.run.signals import Stop, stop_signals
@@ -455,17 +455,21 @@ class Run:
                 log.add(record)
             screen.say(f"step {step:>{len(f'{self.job.total_steps:,}')},}  general_loss {record['general_loss']:.4f}")
 
-    def compared(self) -> tuple[list[Change], list[Change]]:
-        """The output next to the model before training: on held-out rows, and on --general."""
-        o, log, done, cfg = self.job.options, self.log, self.done, self.job.cfg
-        val = log.evals[-1] if log.evals else {}
+    def compared(self) -> tuple[bool, list[str]]:
+        """Whether nothing is better than before training on held-out rows; those and --general as lines."""
+        o, log, done = self.job.options, self.log, self.done
+        if not done.step:
+            return False, []
+        val, general = log.evals[-1:], log.general[-1:]
         if o.export == "best" and done.best is not None:
-            val = next((r for r in log.evals if r["step"] == done.best_step), {"eval_loss": done.best})
-        counted = "pairs" if self.job.preference else "rows" if cfg.scores else "tokens"
-        on = "held-out rows" if not o.val or parse_val(o.val)[0] else Path(o.val).name
-        held_out = changes(done.first, val, "eval", on, counted) if done.step else []
-        general = log.general[-1] if log.general and done.step else {}
-        return held_out, changes(done.first, general, "general", Path(o.general or "").name, counted)
+            val = [r for r in log.evals if r["step"] == done.best_step] or [{"eval_loss": done.best}]
+        counted = "pairs" if self.job.preference else "rows" if self.job.cfg.scores else "tokens"
+        held_out = [change for r in val for change in changes(done.first, r, "eval", "held-out rows", counted)]
+        other = Path(o.general or "").name
+        forgotten = [change for r in general for change in changes(done.first, r, "general", other, counted)]
+        lines = [screen.labelled("val", [line for _, line in held_out])]
+        lines += [screen.labelled("general", [line for _, line in forgotten])]
+        return bool(held_out) and not any(is_better for is_better, _ in held_out), sum(lines, [])
 
     def draw(self) -> None:
         """Writes report.html."""
@@ -475,9 +479,8 @@ class Run:
         name = f"{Path(o.out).resolve().name}: a run of {hub.title(o.model)}"
         axis = f"loss of {o.method}" if o.method != "sft" else "loss (nats per token)"
         with self.training.watched("report"):
-            examples = [job.data.example(k) for k in range(min(EXAMPLES, len(job.data.pieces)))]
-            result = [figure.line for figures in self.compared() for figure in figures]
-            self.log.draw(page.Facts(name, axis, self.lines, examples, result))
+            examples = [job.data.example(k, page.MARKS) for k in range(min(EXAMPLES, len(job.data.pieces)))]
+            self.log.draw(page.Facts(name, axis, self.lines, list(dict.fromkeys(examples)), self.compared()[1]))
 
     # ------------------------------------------------------------ the end
 
@@ -500,13 +503,11 @@ class Run:
             training.export()
             if not is_last:
                 training.write_best()
-        held_out, general = self.compared()
-        if held_out and not any(change.verdict == "better" for change in held_out):
+        nothing_better, result = self.compared()
+        if nothing_better:
             screen.warn("on held-out rows nothing is better than before training. Lower --lr, or look at the data")
-        for label, figures in (("val", held_out), ("general", general)):
-            for line in screen.labelled(label, [figure.line for figure in figures]):
-                screen.say(line)
-        screen.say(self.log.line())
+        for line in [*result, self.log.line()]:
+            screen.say(line)
         data, stopped = job.data.held_out or job.data, lambda: self.stop.leaving
         with training.watched("samples"):
             samples = training.evaluator.samples(data, job.opened.codec, 0 if best else 3, stopped)

@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 from itertools import accumulate
 from typing import Any
 
-WIDTH, HEIGHT, LEFT, BELOW = 820, 360, 60, 40  # of the curve; margins for its numbers
+WIDTH, HEIGHT, LEFT, BELOW = 820, 340, 60, 20  # of the curve; margins for its numbers
 MOST, LARGEST = 1000, 1e100  # points of a line; what is drawn of a loss
 DRAWN = ("step", "loss", "eval_loss", "eval_accuracy", "eval_rewards/accuracies", "sample", "learning_rate")
+COLUMNS = {"step": ("step", ","), "eval_loss": ("loss", ".4f"), "eval_accuracy": ("accuracy", ".4f"),
+           "eval_rewards/accuracies": ("accuracy", ".4f"), "sample": ("sample", "")}  # fmt: skip
+MARKS = "\x02\x03"  # around the trained part of an example: rows have brackets of their own
 STYLE = """
-body{font:15px/1.5 system-ui,sans-serif;max-width:860px;margin:2em auto;padding:0 1em;color:#222}
-h2{font-size:1.1em;margin-top:2em}pre{white-space:pre-wrap;background:#f6f6f4;padding:.7em}
-mark{background:#ffe08a}td{padding:.15em .9em .15em 0;vertical-align:top}
+:root{color-scheme:light dark;--back:#fff;--text:#222;--box:#f6f6f4;--mark:#ffe08a;--train:#1f5fa8;--val:#d8572a}
+@media(prefers-color-scheme:dark){:root{--back:#1c1c1b;--text:#ddd;--box:#292927;--mark:#6b5410;--train:#7db4f0}}
+body{font:15px/1.5 system-ui,sans-serif;max-width:860px;margin:2em auto;padding:0 1em;overflow-wrap:anywhere}
+body{background:var(--back);color:var(--text)}h2{font-size:1.1em;margin-top:2em}
+pre{white-space:pre-wrap;background:var(--box);padding:.7em}mark{background:var(--mark);color:inherit}
+th,td{padding:.15em .9em .15em 0;vertical-align:top;text-align:left}th,td:not(:last-child){overflow-wrap:normal}
+svg{overflow:visible}svg text{font-size:12px;fill:var(--text)}path{stroke:var(--text);opacity:.15}
+polyline{fill:none;stroke:currentColor;stroke-width:2}.training,.raw{color:var(--train)}.held-out{color:var(--val)}
+.raw{opacity:.3}@media(max-width:600px){svg text{font-size:22px}}
 """
 Point = tuple[float, float]
 
@@ -26,7 +36,7 @@ class Facts:
     title: str
     axis: str = "loss (nats per token)"
     report: Sequence[str] = ()  # the lines before the first step
-    examples: Sequence[str] = ()  # with the trained part in [ ]
+    examples: Sequence[str] = ()  # with the trained part between MARKS
     result: Sequence[str] = ()  # next to the model before training
 
 
@@ -34,22 +44,26 @@ def page(records: Sequence[dict[str, Any]], facts: Facts) -> str:
     """The page of a run in one file: curve, evaluations with samples, examples with the trained part marked, report."""
     evals = [record for record in records if "eval_loss" in record]
     train, held_out = ([(r["step"], r[name]) for r in records if name in r] for name in ("loss", "eval_loss"))
-    cells = ([f"{r['step']:,}", f"{r['eval_loss']:.4f}", escape(r.get("sample", ""))] for r in thinned(evals))
-    rows = "".join(f"<tr><td>{'<td>'.join(row)}</tr>" for row in cells)
-    marked = (escape(text).replace("[", "<mark>").replace("]", "</mark>") for text in facts.examples)
-    title, report = escape(facts.title), escape("\n".join(facts.report))
+    columns = {key: column for key, column in COLUMNS.items() if any(key in record for record in evals)}
+    cells = [[escape(format(r[k], spec)) if k in r else "" for k, (_, spec) in columns.items()] for r in thinned(evals)]
+    rows = "".join(f"<tr><td>{'</td><td>'.join(row)}</td></tr>" for row in cells)
+    marked = (
+        re.sub(f"{MARKS[0]}([^{MARKS}]*){MARKS[1]}?", r"<mark>\1</mark>", escape(text)) for text in facts.examples
+    )
+    title, result, report = escape(facts.title), escape("\n".join(facts.result)), escape("\n".join(facts.report))
     body = f"<h2>{title}</h2>{curve(train, held_out, facts.axis)}"
-    body += "<h2>Before training and now</h2><ul>" if facts.result else ""
-    body += "".join(f"<li>{escape(line)}" for line in facts.result) + "</ul>" * bool(facts.result)
-    body += f"<h2>Evaluations</h2><table><tr><td>step<td>loss<td>sample</tr>{rows}</table>" if rows else ""
+    body += f"<h2>Before training and now</h2><pre>{result}</pre>" if result else ""
+    names = "".join(f"<th>{name}</th>" for name, _ in columns.values())
+    body += f"<h2>Evaluations</h2><table><tr>{names}</tr>{rows}</table>" if rows else ""
     body += f"<h2>What is learned: the marked part</h2>{''.join(f'<pre>{text}</pre>' for text in marked)}"
     body += f"<h2>Before the first step</h2><pre>{report}</pre>"
-    head = f'<meta charset="utf-8"><title>{title}</title><style>{STYLE}</style>'
-    return f"<!doctype html><html><head>{head}</head><body>{body}</body></html>\n"
+    narrow = '<meta name="viewport" content="width=device-width,initial-scale=1">'
+    head = f'<meta charset="utf-8">{narrow}<title>{title}</title><style>{STYLE}</style>'
+    return f'<!doctype html><html lang="en"><head>{head}</head><body>{body}</body></html>\n'
 
 
 def curve(train: Sequence[Point], evals: Sequence[Point], axis: str) -> str:
-    """Raw and smoothed training loss, and evaluations, as SVG."""
+    """Raw and smoothed training loss, and evaluations, as SVG with a legend below."""
     train, evals = ([(x, y) for x, y in points if abs(y) < LARGEST] for points in (train, evals))
     smooth = smoothed(train)
     steps, losses = zip(*([*smooth, *evals] or [(0.0, 0.0)]), strict=True)
@@ -58,22 +72,16 @@ def curve(train: Sequence[Point], evals: Sequence[Point], axis: str) -> str:
     to_y = lambda y: HEIGHT - BELOW - (y - low) / (high - low or 1.0) * (HEIGHT - BELOW - 20)
     parts = list[str]()
     for y in (low + k / 4 * (high - low) for k in range(5)):
-        parts.append(f'<path d="M{LEFT} {to_y(y):.1f}H{WIDTH}" stroke="#e3e3e3"/>')
-        parts.append(f'<text x="{LEFT - 6}" y="{to_y(y):.1f}" text-anchor="end">{y:.4g}</text>')
+        parts.append(f'<path d="M{LEFT} {to_y(y):.1f}H{WIDTH}"/>')
+        parts.append(f'<text x="{LEFT - 6}" y="{to_y(y) + 4:.1f}" text-anchor="end">{y:.4g}</text>')
     legend = f"steps {first:,} to {last:,}; {escape(axis)}"
-    for name, points, colour in (
-        ("", train, "#b9cde4"),
-        ("training", smooth, "#1f5fa8"),
-        ("held out", evals, "#d8572a"),
-    ):
+    for name, points in (("raw", train), ("training", smooth), ("held-out", evals)):
         line = " ".join(f"{to_x(x):.1f},{to_y(y):.1f}" for x, y in thinned(points) if low <= y <= high)
-        parts.append(f'<polyline points="{line}" fill="none" stroke="{colour}" stroke-width="2"/>')
-        if name and points:
-            values = f"{name} {points[0][1]:.4g} → {points[-1][1]:.4g}"
-            legend += f'; <tspan fill="{colour}">{values}</tspan>'
-    parts.append(f'<text x="{LEFT}" y="{HEIGHT - 10}">{legend}</text>')
-    size = f'viewBox="0 0 {WIDTH} {HEIGHT}" width="100%" font-size="12"'
-    return f'<svg xmlns="http://www.w3.org/2000/svg" {size}>{"".join(parts)}</svg>'
+        parts.append(f'<polyline class="{name}" points="{line}"/>')
+        if points and name != "raw":
+            legend += f'; <span class="{name}">{name} {points[0][1]:.4g} to {points[-1][1]:.4g}</span>'
+    size = f'viewBox="0 0 {WIDTH} {HEIGHT}" width="100%"'
+    return f'<svg xmlns="http://www.w3.org/2000/svg" {size}>{"".join(parts)}</svg><p>{legend}</p>'
 
 
 def smoothed(points: Sequence[Point]) -> list[Point]:

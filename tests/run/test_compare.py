@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from engines import fork
+from pages import check_page
 from runs import ended, go, hold, records, wait_for
 
 import trireme
@@ -32,9 +33,10 @@ NAN = float("nan")
 ])  # fmt: skip
 def test_each_figure_has_a_verdict(before, after, verdicts, share):
     named = ({f"eval_{name}": value for name, value in figures.items()} for figures in (before, after))
-    made = changes(*named, "eval", "rows", "tokens")
-    assert [change.verdict for change in made] == verdicts
-    assert share in "".join(change.line for change in made)
+    made = list(changes(*named, "eval", "rows", "tokens"))
+    assert [is_better for is_better, _ in made] == [verdict == "better" for verdict in verdicts]
+    assert all(line.endswith(verdict) for (_, line), verdict in zip(made, verdicts, strict=True))
+    assert share in "".join(line for _, line in made)
 
 
 @pytest.fixture(scope="module")
@@ -66,8 +68,9 @@ def test_the_end_says_what_is_better_and_what_was_forgotten(plays, tmp_path, cap
     result = [line for line in said.splitlines() if "->" in line and ("better" in line or "worse" in line)]
     assert ["better" in line for line in result] == [True, True, False, False]
     assert "warning" not in said
-    page = html.unescape(Path(plays.out, "report.html").read_text())
-    assert all(line.split(maxsplit=1)[1] in page for line in result[::2])
+    page = Path(plays.out, "report.html").read_text()
+    check_page(page)
+    assert all(line in html.unescape(page) for line in result)
     parts = replace(plays, out=str(tmp_path / "parts"))
     if not (pid := fork()):
         hold(3)

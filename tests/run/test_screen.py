@@ -14,10 +14,11 @@ import pytest
 from command import on_screen
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pages import check_page
 
 from trireme.engine.run import screen
 from trireme.engine.run.log import Log, read_log
-from trireme.engine.run.page import Facts, page
+from trireme.engine.run.page import MARKS, Facts, page
 from trireme.engine.run.signals import NOTICES
 
 ROOT = Path(__file__).parents[2]
@@ -163,11 +164,14 @@ def test_a_tracker_that_fails_is_left_out(tmp_path):
 @given(st.lists(st.tuples(st.integers(0, 999), st.floats(allow_nan=True, allow_infinity=True)), max_size=30))
 def test_a_page_is_made_of_any_losses(points):
     records = [dict(step=step, loss=loss) for step, loss in sorted(points, key=lambda point: point[0])]
-    html = page([*records, dict(step=1, eval_loss=2.0, sample="<b>")], Facts("<t>", examples=["a [b] <c>"]))
-    assert html.count("<svg") == html.count("</svg>") == 1
+    begins, ends = MARKS
+    examples = [f"[INST] a {begins}b{ends} <c>", f"a {begins}cut off", f"a{ends}"]
+    html = page([*records, dict(step=1, eval_loss=2.0, sample="<b>")], Facts("<t>", examples=examples))
+    check_page(html)
+    assert html.count("<svg") == 1
     assert "<b>" not in html
-    assert "<mark>b</mark> &lt;c&gt;" in html
-    assert "<script" not in html
+    assert "[INST] a <mark>b</mark> &lt;c&gt;" in html
+    assert html.count("<mark>") == 2
 
 
 # ---------------------------------------------------------------- signals, exit codes, streams
