@@ -154,9 +154,10 @@ def load_codec(folder: str | Path, chat_template: str | None = None, date: str |
 
 
 def _close(pool: ProcessPoolExecutor, holder: Connection, alive: Connection) -> None:
-    pool.shutdown(wait=False, cancel_futures=True)
     holder.close()
-    alive.close()
+    alive.close()  # the processes end, so that there is little to wait for
+    # an executor whose thread still ends when the interpreter does prints a traceback
+    pool.shutdown(wait=threading.current_thread() is threading.main_thread(), cancel_futures=True)
 
 
 @contextlib.contextmanager
