@@ -30,7 +30,7 @@ BUDGETS = {
     "engine/planner/**": 3850,
     "engine/hosts/**": 600,
     "engine/check/**": 1204,
-    "engine/data/**": 4306,
+    "engine/data/**": 4308,  # 4300, and 11 for the text of --general
     "engine/tuning/**": 2317,  # 2188
     "engine/run/**": 5800,  # 5020, and 150 for what is compared with the model before training, and env
     "scripts/**": 2969,
