@@ -21,19 +21,19 @@ SCRIPTS = sorted({path.parent.relative_to(ROOT).as_posix() for path in (ROOT / "
 MOST_FILES = 17  # in a folder of the product
 
 # Most lines of Python and C++, blank lines and docstrings included. A commit that raises one says in its body why.
-# Those with a second number are above it, which is where they have to go: until then they may not grow.
+# Behind some stands the number that they had to reach, and what has come since: they may not grow without a reason.
 BUDGETS = {
-    "kernels/**": 8203,
-    "models/**": 9039,
+    "kernels/**": 8203,  # 8000; rounding to packings 179, gates and choices of new model types 24
+    "models/**": 9039,  # 8450; rounding to packings about 215, new model types about 370
     "storage/**": 3250,
     "engine/*.* engine/queues/**": 5400,
     "engine/planner/**": 3850,
     "engine/hosts/**": 600,
-    "engine/check/**": 1204,
-    "engine/data/**": 4308,  # 4300, and 11 for the text of --general
-    "engine/tuning/**": 2317,  # 2188
-    "engine/run/**": 5800,  # 5020, and 150 for what is compared with the model before training, and env
-    "scripts/**": 2969,
+    "engine/check/**": 1204,  # 1200; the versions that env prints
+    "engine/data/**": 4308,  # 4300; the text of --general
+    "engine/tuning/**": 2317,  # 1900; merging in the own format, training for it, --base of what is packed: about 390
+    "engine/run/**": 5800,  # 5000; the page, --general, env, merge --data, --merge-aware: about 330; the rest is to go
+    "scripts/**": 2969,  # 2600; the harness for lm-eval 223, new_model.py 110
     "tests/**": 25413,  # 25044; 174 of --merge-aware, 104 of test_compare.py, 105 of new model types
 }
 MOST_LINES_OF_PROSE = 3200  # README, docs and the other pages
