@@ -16,7 +16,7 @@ from trireme.engine.run.options import Env
 ROOT = str(Path(__file__).resolve().parents[3])
 PROGRAMS = {
     "commit": ("git", "-C", ROOT, "--git-dir=.git", "describe", "--always", "--dirty"),
-    "container": ("sh", "-c", "ls -d /.dockerenv /run/.containerenv 2>/dev/null || echo none seen"),
+    "container": ("sh", "-c", "ls -d /.dockerenv /run/.containerenv 2>/dev/null | grep . || echo none seen"),
     "CPU": ("grep", "-m1", "model name", "/proc/cpuinfo"),
     "RAM": ("grep", "-m3", "Mem", "/proc/meminfo"),
     "RAM limit": ("cat", "/sys/fs/cgroup/memory.max"),
