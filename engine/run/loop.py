@@ -222,6 +222,7 @@ class Run:
         self.stop = Stop(self.done.step, job.total_steps)
         self.saved = self.exported = self.evaluated = time.monotonic()
         self.bound = ""  # busiest queue of the last traced step
+        self.busy = list[str]()  # a line on its queues
         is_short = job.on_gpu and job.forecast.step.step_s < SHORT
         self.warm = self.done.step + (SETTLED if is_short else WARM)
 
@@ -376,6 +377,7 @@ class Run:
         spans = training.queues.trace()
         busy = at_work(until_its_end(spans))
         self.bound = max(busy, key=lambda queue: busy[queue])
+        self.busy = [f"a step   {', '.join(f'{queue} {s:.3g} s' for queue, s in busy.items() if s)} at work"]
         if job.options.trace:
             replace_synced(job.out / "trace.json", perfetto(spans).encode())
             screen.say("queues   " + ", ".join(f"{queue} {s:.3f} s" for queue, s in busy.items()))
@@ -480,7 +482,11 @@ class Run:
         axis = f"loss of {o.method}" if o.method != "sft" else "loss (nats per token)"
         with self.training.watched("report"):
             examples = [job.data.example(k, page.MARKS) for k in range(min(EXAMPLES, len(job.data.pieces)))]
-            self.log.draw(page.Facts(name, axis, self.lines, list(dict.fromkeys(examples)), self.compared()[1]))
+            took, settings = [f"time     {took_line(screen.clock())}", *self.busy], config_file.write(o).decode()
+            facts = page.Facts(
+                name, axis, self.lines, list(dict.fromkeys(examples)), self.compared()[1], took, settings
+            )
+            self.log.draw(facts)
 
     # ------------------------------------------------------------ the end
 

@@ -11,7 +11,8 @@ from typing import Any
 
 WIDTH, HEIGHT, LEFT, BELOW = 820, 340, 60, 20  # of the curve; margins for its numbers
 MOST, LARGEST = 1000, 1e100  # points of a line; what is drawn of a loss
-DRAWN = ("step", "loss", "eval_loss", "eval_accuracy", "eval_rewards/accuracies", "sample", "learning_rate")
+DRAWN = ("step", "loss", "eval_loss", "eval_accuracy", "eval_rewards/accuracies", "sample", "learning_rate",
+         "gpu_mem_gib", "ram_gib", "ssd_written_tb")  # fmt: skip
 COLUMNS = {"step": ("step", ","), "eval_loss": ("loss", ".4f"), "eval_accuracy": ("accuracy", ".4f"),
            "eval_rewards/accuracies": ("accuracy", ".4f"), "sample": ("sample", "")}  # fmt: skip
 MARKS = "\x02\x03"  # around the trained part of an example: rows have brackets of their own
@@ -38,6 +39,8 @@ class Facts:
     report: Sequence[str] = ()  # the lines before the first step
     examples: Sequence[str] = ()  # with the trained part between MARKS
     result: Sequence[str] = ()  # next to the model before training
+    took: Sequence[str] = ()  # the time by part
+    settings: str = ""  # config.yaml
 
 
 def page(records: Sequence[dict[str, Any]], facts: Facts) -> str:
@@ -51,15 +54,27 @@ def page(records: Sequence[dict[str, Any]], facts: Facts) -> str:
         re.sub(f"{MARKS[0]}([^{MARKS}]*){MARKS[1]}?", r"<mark>\1</mark>", escape(text)) for text in facts.examples
     )
     title, result, report = escape(facts.title), escape("\n".join(facts.result)), escape("\n".join(facts.report))
+    took = escape("\n".join([*facts.took, *used(records)]))
     body = f"<h2>{title}</h2>{curve(train, held_out, facts.axis)}"
     body += f"<h2>Before training and now</h2><pre>{result}</pre>" if result else ""
     names = "".join(f"<th>{name}</th>" for name, _ in columns.values())
     body += f"<h2>Evaluations</h2><table><tr>{names}</tr>{rows}</table>" if rows else ""
     body += f"<h2>What is learned: the marked part</h2>{''.join(f'<pre>{text}</pre>' for text in marked)}"
+    body += f"<h2>What it took</h2><pre>{took}</pre>" if took else ""
     body += f"<h2>Before the first step</h2><pre>{report}</pre>"
+    body += f"<h2>Settings</h2><pre>{escape(facts.settings)}</pre>" if facts.settings else ""
     narrow = '<meta name="viewport" content="width=device-width,initial-scale=1">'
     head = f'<meta charset="utf-8">{narrow}<title>{title}</title><style>{STYLE}</style>'
     return f'<!doctype html><html lang="en"><head>{head}</head><body>{body}</body></html>\n'
+
+
+def used(records: Sequence[dict[str, Any]]) -> list[str]:
+    """Lines on the largest memory in use, what was written to drives, and the learning rate."""
+    most = {key: max(values) for key in DRAWN[-4:] if (values := [r[key] for r in records if key in r])}
+    memory = [f"{of} {most[key]:.3g} GiB" for of, key in (("GPU", "gpu_mem_gib"), ("RAM", "ram_gib")) if key in most]
+    lines = [f"memory   {', '.join(memory)} at most"] if memory else []
+    lines += [f"written  {most['ssd_written_tb'] * 1e3:.3g} GB to drives"] if "ssd_written_tb" in most else []
+    return lines + ([f"rate     {most['learning_rate']:.3g} at most"] if "learning_rate" in most else [])
 
 
 def curve(train: Sequence[Point], evals: Sequence[Point], axis: str) -> str:
