@@ -37,20 +37,20 @@ def decode_sum(
     count, columns = prod(parts[0].shape[:-2]), by_column.shape[2]
     shape = into.numel() // (count * columns), columns
     parts = [part.view(count, *own) for part, own in zip(parts, packing.shapes(shape), strict=True)]
-    into, each = into.view(count, *shape), count // len(a)
+    into, per_expert = into.view(count, *shape), count // len(a)
     extent = into.new_zeros(count, dtype=torch.float32)
 
     def total(at: Strip) -> Tensor:
         """The matrices of an expert, or rows of one, in fp32."""
         (matrices, rows), x = at, torch.empty(into[at].shape, dtype=torch.float32, device=into.device)
         decode(packing, _pieces(packing, parts, shape, at), x)
-        e, m = divmod(matrices.start, each)
+        e, m = divmod(matrices.start, per_expert)
         first = m * shape[0] + rows.start
         left = by_row[e, :, first : first + x.numel() // columns].T.float()
         x.view(-1, columns).addmm_(left, by_column[e].float(), alpha=scale)
         return x
 
-    strips = list(_strips(packing, len(a), each, shape))
+    strips = list(_strips(packing, len(a), per_expert, shape))
     for at in strips if needs_extent(packing) else ():
         torch.maximum(extent[at[0]], total(at).abs().amax((1, 2)), out=extent[at[0]])
     for at in strips:
@@ -90,17 +90,17 @@ def launched(packing: Packing, x: Tensor, extent: Tensor, out: Tensor) -> bool:
     return True
 
 
-def _strips(packing: Packing, experts: int, each: int, shape: tuple[int, int]) -> Iterator[Strip]:
+def _strips(packing: Packing, experts: int, per_expert: int, shape: tuple[int, int]) -> Iterator[Strip]:
     """The matrices of an expert, or of larger ones some rows, in whole blocks. Products, and so their bits, are the
     same however experts are divided into slices.
     """
     rows, columns = shape
-    if each * rows * columns <= STRIP:
-        yield from ((slice(e * each, (e + 1) * each), slice(0, rows)) for e in range(experts))
+    if per_expert * rows * columns <= STRIP:
+        yield from ((slice(e * per_expert, (e + 1) * per_expert), slice(0, rows)) for e in range(experts))
         return
     step = packing.step(shape)
     step *= max(1, STRIP // (step * columns))
-    for m in range(experts * each):
+    for m in range(experts * per_expert):
         for first in range(0, rows, step):
             yield slice(m, m + 1), slice(first, min(first + step, rows))
 

@@ -58,8 +58,8 @@ def grouped_mm(
         b = min(a + w.at_once, experts)
         parts, into = [_of(part, a, b, experts) for part in w.parts], made[: b - a]
         if adapters is not None and adapters.merged:
-            own = adapters.a[a:b], adapters.b[a:b]
-            matrices = decode_sum(w.packing, parts, *own, adapters.scale, into, w.turned)
+            pair = adapters.a[a:b], adapters.b[a:b]
+            matrices = decode_sum(w.packing, parts, *pair, adapters.scale, into, w.turned)
         else:
             matrices = decode(w.packing, parts, into)
         matrices = matrices.mT if w.turned != back else matrices
@@ -87,5 +87,5 @@ def _grouped_mm(
 
 def _of(part: Tensor, a: int, b: int, experts: int) -> Tensor:
     """The rows of a part that belong to experts [a, b); an expert may have several, as gate and up do."""
-    each = len(part) // experts
-    return part[a * each : b * each]
+    per_expert = len(part) // experts
+    return part[a * per_expert : b * per_expert]

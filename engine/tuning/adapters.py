@@ -153,8 +153,8 @@ def separate_names(cfg: ModelConfig) -> dict[str, list[tuple[str, ...]]]:
         if shapes.adapts_experts(name):
             experts, matrix, end, _ = name.rsplit(".", 3)
             halves = single[-1:] if matrix == shapes.DOWN else single[:-1]
-            each = range(shape[0] // cfg.lora.rank)
-            names[name] = [tuple(f"{PREFIX}{experts}.{e}.{half}.{end}.weight" for half in halves) for e in each]
+            numbers = range(shape[0] // cfg.lora.rank)
+            names[name] = [tuple(f"{PREFIX}{experts}.{e}.{half}.{end}.weight" for half in halves) for e in numbers]
     return names
 
 

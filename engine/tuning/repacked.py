@@ -68,8 +68,8 @@ class Matrix:
                 arrays = encoding.encode(packing, values, extent)
                 self._compare(values, arrays)
                 # Of a part with one element for the whole matrix, that of the first strip counts.
-                begun = [a > spans[0][0] and not start for start in packing.starts(shape, a - spans[0][0])]
-                yield tuple(array[:0] if past else array for array, past in zip(arrays, begun, strict=True))
+                passed = [a > spans[0][0] and not start for start in packing.starts(shape, a - spans[0][0])]
+                yield tuple(array[:0] if past else array for array, past in zip(arrays, passed, strict=True))
 
     def _compare(self, values: np.ndarray, arrays: tuple[np.ndarray, ...]) -> None:
         packing = self.encoder.packing
