@@ -133,7 +133,7 @@ def _command(
             os.dup2(said, fd)
         sys.stdout, sys.stderr = (os.fdopen(fd, "w", buffering=1, closefd=False) for fd in (1, 2))
         evaluate.LONGEST = 0.0  # a sample is one token
-        job.shared_tokens = lambda: cache and cache / "tokens"
+        job.cache_folder = lambda: cache
         real, evaluates, steps = evaluate.Evaluator.loss, loop.Run.evaluate, [0]
 
         def worse(*given):

@@ -72,7 +72,7 @@ def adapted(case: str, targets: tuple[str, ...]):
         target_modules=modules,
         target_parameters=parameters,
         fan_in_fan_out="gpt2" in case,
-        exclude_modules=None if case in CASES else ".*vision.*",
+        exclude_modules=".*vision.*" if any("vision" in name for name, _ in reference.named_modules()) else None,
     )
     theirs = peft.get_peft_model(reference, config)
     for name, p in theirs.named_parameters():

@@ -23,7 +23,7 @@ FILES = {
     "best beside": ("host 8", "out/.run/best-*/model.safetensors"),
     "adapter of the best": ("adapters", "out/.run/best-*/adapter_model.safetensors"),
     "reference": ("compared", "out/.run/reference.json"),
-    "scores": ("taught", "out/.run/teacher/train/part-*.safetensors"),
+    "scores": ("taught", "out/.run/teacher/000/part-*.safetensors"),
     "names of scores": ("taught", "out/.run/teacher/scores.json"),
     "base in nf4": ("packed", "store/bases/*"),
     "log.jsonl": ("host 8", "out/log.jsonl"),
