@@ -11,8 +11,8 @@ from typing import Any
 
 WIDTH, HEIGHT, LEFT, BELOW = 820, 340, 60, 20  # of the curve; margins for its numbers
 MOST, LARGEST = 1000, 1e100  # points of a line; what is drawn of a loss
-DRAWN = ("step", "loss", "eval_loss", "eval_accuracy", "eval_rewards/accuracies", "sample", "learning_rate",
-         "gpu_mem_gib", "ram_gib", "ssd_written_tb")  # fmt: skip
+USED = ("learning_rate", "gpu_mem_gib", "ram_gib", "ssd_written_tb")
+DRAWN = ("step", "loss", "eval_loss", "eval_accuracy", "eval_rewards/accuracies", "sample", *USED)
 COLUMNS = {"step": ("step", ","), "eval_loss": ("loss", ".4f"), "eval_accuracy": ("accuracy", ".4f"),
            "eval_rewards/accuracies": ("accuracy", ".4f"), "sample": ("sample", "")}  # fmt: skip
 MARKS = "\x02\x03"  # around the trained part of an example: rows have brackets of their own
@@ -70,7 +70,7 @@ def page(records: Sequence[dict[str, Any]], facts: Facts) -> str:
 
 def used(records: Sequence[dict[str, Any]]) -> list[str]:
     """Lines on the largest memory in use, what was written to drives, and the learning rate."""
-    most = {key: max(values) for key in DRAWN[-4:] if (values := [r[key] for r in records if key in r])}
+    most = {key: max(values) for key in USED if (values := [r[key] for r in records if key in r])}
     memory = [f"{of} {most[key]:.3g} GiB" for of, key in (("GPU", "gpu_mem_gib"), ("RAM", "ram_gib")) if key in most]
     lines = [f"memory   {', '.join(memory)} at most"] if memory else []
     lines += [f"written  {most['ssd_written_tb'] * 1e3:.3g} GB to drives"] if "ssd_written_tb" in most else []
