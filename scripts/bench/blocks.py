@@ -59,6 +59,13 @@ class Layers(NamedTuple):
 
 
 OSS = replace(find_model("gpt-oss-20b"), packing=None, packed=())  # in bf16
+OF_GEMMA_4 = dict(global_head_dim=512, attention_k_eq_v=True, hidden_size_per_layer_input=0)
+GEMMA_4 = (
+    ("Gemma-4-31B", find_model("gemma-4-31b"), OF_GEMMA_4 | dict(num_global_key_value_heads=4)),
+    ("Gemma-4-26B-A4B", find_model("gemma-4-26b"), OF_GEMMA_4 | dict(
+        num_global_key_value_heads=2, enable_moe_block=True, intermediate_size=2112, num_experts=128, top_k_experts=8,
+        moe_intermediate_size=704)),
+)  # fmt: skip
 LAYERS = {
     **{name: Layers(cfg, "llama", {}, 8192, (("", 1, 1),)) for name, cfg in LARGE.items()},
     "Qwen3-30B": Layers(find_model("qwen3-30b"), "qwen3_moe", dict(norm_topk_prob=True), 32768,
@@ -70,6 +77,8 @@ LAYERS = {
     # within documents of 1,024 tokens a window of as many cuts nothing off: transformers needs no mask
     "Gemma-3-27B": Layers(find_model("gemma-3-27b"), "gemma3_text", {}, 8192,
                           ((" with a window of 1,024", 1, 8), ("", 6, 1), ("", 6, 8))),
+    **{name: Layers(cfg, "gemma4_text", keys, 8192, ((" with a window of 1,024", 1, 8), ("", 6, 1), ("", 6, 8)))
+       for name, cfg, keys in GEMMA_4},
     "Qwen3.5-9B": Layers(find_model("qwen3.5-9b"), "qwen3_5_text", {}, 32768,
                          ((" with linear attention", 1, 1), (" with linear attention", 1, 8), ("", 4, 1), ("", 4, 8))),
 }  # fmt: skip
@@ -175,9 +184,10 @@ def peer_layer(b: Block, liger: bool):
 
         apply_liger_kernel_to_llama(cross_entropy=False, fused_linear_cross_entropy=False)
     cfg, spec = b.cfg, b.cfg.attentions[0]
-    keys: dict = dict(hidden_size=cfg.width, num_hidden_layers=b.u, vocab_size=8, num_attention_heads=spec.heads)
-    keys |= dict(num_key_value_heads=spec.kv_heads, head_dim=spec.dim, max_position_embeddings=cfg.max_positions)
     found = next(layers for layers in LAYERS.values() if layers.cfg == replace(cfg, fp8=False))
+    depth = max(u for _, u, _ in found.cases)  # Gemma 4's last layer has no window
+    keys: dict = dict(hidden_size=cfg.width, num_hidden_layers=depth, vocab_size=8, num_attention_heads=spec.heads)
+    keys |= dict(num_key_value_heads=spec.kv_heads, head_dim=spec.dim, max_position_embeddings=cfg.max_positions)
     keys |= dict(attn_implementation="flex_attention" if cfg.names.mixer.sinks else "sdpa")
     with torch.device(DEVICE):
         keys |= (
@@ -235,6 +245,8 @@ def peer_call(b: Block, liger: bool, compile: bool) -> Callable[[], None]:
     return both
 
 
+# cuDNN has no backward for heads of 512
+BACKENDS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 PEERS = (("compiled", False, True), ("Liger", True, False), ("Liger, compiled", True, True))  # the first for all
 HYBRID_PEERS = (("eager", False, False), PEERS[0])
 
@@ -258,7 +270,7 @@ def peers(b: Block) -> dict[str, dict]:
         HYBRID_PEERS if b.cfg.scan else PEERS[:1] if b.cfg.fp8 or b.cfg not in LARGE.values() else PEERS
     ):
         try:
-            with sdpa_kernel(SDPBackend.CUDNN_ATTENTION):
+            with sdpa_kernel(BACKENDS, set_priority=True):
                 runs = {"peer": peer_call(b, liger, compile), "ours": b.both}
                 found[f"transformers, {name}"] = alternate(runs)
         except Exception as e:  # not compilable by this torch
