@@ -193,10 +193,7 @@ def _values(command: str, cls: type[Base], argv: Sequence[str]) -> dict[str, Any
                 raise InputError(f"{word} needs {way}.")
         where = values if name in known or command else foreign
         where[name] = [*values.get(name, []), value] if option["repeat"] else value
-    theirs = aliases.translated(foreign)
-    if twice := theirs.keys() & values.keys():
-        raise InputError(f"{flag(twice.pop())} is given twice, once by another name. Leave one out.")
-    return values | theirs
+    return aliases.translated(foreign, values)
 
 
 def _help(command: str, cls: type[Base]) -> Iterator[str]:

@@ -67,7 +67,7 @@ def read(path: Path, text: str) -> tuple[dict[str, Any], frozenset[str]]:
     if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
         raise InputError(f"{path} is not YAML with options: {wrong}. Correct or restore it.")
     if not text.startswith(FIRST):
-        values = aliases.translated(values, f"{path}: ")
+        values = aliases.translated(values, where=f"{path}: ")
         return values, frozenset(values)
     return values, frozenset(line.partition(":")[0] for line in text.partition(REST)[0].splitlines()) & FIELDS.keys()
 

@@ -185,9 +185,9 @@ class Base:
         """
         known, parsed = table(cls), dict[str, Any]()
         if unknown := [name for name in values if name not in known]:
-            near = difflib.get_close_matches(unknown[0], known, 1, 0.5)
-            way = f"Did you mean {flag(near[0])}?" if near else "Leave it out, or see --help."
-            raise InputError(f"{where}unknown option {', '.join(unknown)[:500]}. {way}")
+            near = {name: "".join(difflib.get_close_matches(name, known, 1)) for name in unknown}
+            words = ", ".join(f"{name} (is it {flag(other)}?)" if other else name for name, other in near.items())
+            raise InputError(f"{where}unknown option {words[:900]}. Leave out what is not in --help.")
         for name, value in values.items():
             try:
                 if value is not None:
