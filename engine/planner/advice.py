@@ -1,4 +1,4 @@
-"""What to change: options and hardware that make a run faster, what fits where a run does not, machines side by side.
+"""What to change: options and hardware that make a run faster, and what fits where a run does not.
 
 Options that cost nothing come before hardware.
 """
@@ -34,14 +34,6 @@ class Change(NamedTuple):
     gain: float  # in tokens a second
     step_s: float
     free: bool = False
-
-
-class Row(NamedTuple):
-    """A run on one of several machines; without `forecast` it does not fit, and `why` says what it lacks."""
-
-    name: str
-    forecast: Forecast | None
-    why: str = ""
 
 
 def faster(f: Forecast, models: Models | None = None, sequences: int = ENDLESS, bits_open: bool = True) -> list[Change]:

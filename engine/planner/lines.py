@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 
 from trireme.engine.amounts import compact, count, duration, gb, percent, seconds
 from trireme.engine.plan import DoesNotFit, Tier
-from trireme.engine.planner.advice import Row
 from trireme.engine.planner.clock import PARTS, Clock, Times
 from trireme.engine.planner.forecast import BEST, Forecast
 from trireme.engine.planner.rates import ENDURANCE, SHEETS, TB
@@ -148,21 +147,6 @@ def took_line(clock: Clock) -> str:
     times = {part: clock.spent[part] for part in PARTS} | {"other": clock.other}
     listed = ", ".join(f"{part} {duration(s)}" for part, s in times.items() if s >= 0.5)
     return f"{duration(clock.whole)}{f': {listed}' if listed else ''}"
-
-
-def machine_lines(rows: Sequence[Row]) -> list[str]:
-    """A table of a run on several machines."""
-    width = max(len(row.name) for row in rows) + 2
-    lines = [f"machine  {'':{width}}{'tok/s':>8}{'a step':>10}{'written':>11}   limited by"]
-    for row in rows:
-        if row.forecast is None:
-            lines.append(f"         {row.name:{width}}does not fit: {row.why}")
-            continue
-        step, speed = row.forecast.roughly, compact(row.forecast.speed)
-        wrote = gb(step.ssd_written) if step.ssd_written else "–"
-        columns = f"{speed:>8}{seconds(step.step_s):>10}{wrote:>11}"
-        lines.append(f"         {row.name:{width}}{columns}   {BINDS[step.bound]}")
-    return lines
 
 
 def wear_line(f: Forecast, written: Mapping[str, int], run_s: float | None = None) -> str:

@@ -232,26 +232,6 @@ def assume(text: str) -> Machine:
     return replace(made, rates=replace(made.rates, peer=peer))
 
 
-def each_machine(text: str) -> dict[str, str]:
-    """The texts for `assume` of one in which a part lists several values, by that part: ram=32,64GiB. Sizes without a
-    unit have that of the last one. Raises InputError if two parts do.
-    """
-    lists: dict[str, list[str]] = {}
-    for part in text.replace(" ", "").split(","):
-        name, equals, value = part.partition("=")
-        lists.setdefault(name if equals else next(reversed(lists), ""), []).append(value if equals else part)
-    several = [name for name, values in lists.items() if len(values) > 1]
-    if len(several) > 1:
-        raise InputError(f"--assume {text}: only one part lists several values, here are {' and '.join(several)}.")
-    if not several:
-        return {"": text}
-    (name,) = several
-    unit = re.sub(r"^[\d.]+", "", lists[name][-1]) if name in ("ram", "ssd") else ""
-    values = [value + unit if re.fullmatch(r"[\d.]+", value) else value for value in lists[name]]
-    other = {key: value for key, (value, *_) in lists.items()}
-    return {f"{name}={v}": ",".join(f"{key}={x}" for key, x in {**other, name: v}.items()) for v in values}
-
-
 def unequal(parts: Sequence[Machine]) -> Machine:
     """The machine with the GPUs of all `parts`, which have all else in common. Raises ValueError."""
     of_gpus = [part for part in parts for _ in range(part.gpus)]

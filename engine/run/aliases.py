@@ -42,8 +42,8 @@ FIELD_OF: dict[str, str] = {alias: name for name, names in NAMES.items() for ali
 
 
 def translated(values: Mapping[str, Any], ours: Mapping[str, Any] | None = None, where: str = "") -> dict[str, Any]:
-    """Values by option, of names and values of others; unknown names stay. What is empty, or false and unknown, asks for
-    nothing. `ours`: values of our options besides. Raises InputError if an option is named twice.
+    """Values by option, of names and values of others; unknown names stay. What is empty, or false and unknown, asks
+    for nothing. `ours`: values of our options besides. Raises InputError if an option is named twice.
     """
     left = {key.replace("-", "_"): value for key, value in values.items() if value not in (None, [], {})}
     named, implied = dict[str, Any](ours or {}), dict[str, Any]()

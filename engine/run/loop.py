@@ -23,13 +23,11 @@ from trireme.engine.data.taught import is_scores, read_names, taught_by
 from trireme.engine.hosts.group import here
 from trireme.engine.optimizer import StepStats, learning_rate
 from trireme.engine.plan import DoesNotFit
-from trireme.engine.planner.advice import Row
 from trireme.engine.planner.correct import at_work, batch_of, corrected, until_its_end
 from trireme.engine.planner.host import computed_by, memory_in_use
-from trireme.engine.planner.lines import machine_lines, ready_line, took_line
+from trireme.engine.planner.lines import ready_line, took_line
 from trireme.engine.planner.machine import note_drives
 from trireme.engine.planner.predict import predict
-from trireme.engine.planner.rates import each_machine
 from trireme.engine.queues.names import READS
 from trireme.engine.queues.trace import Span, perfetto
 from trireme.engine.run import config_file, folder, page, report, screen
@@ -89,7 +87,7 @@ def train(options: Options, others: Sequence[Tracker] = ()) -> Path:
     out = Path(options.out)
     here().agree("options", config_file.saved(replace(options, store=())), "Start all with the same command")
     if options.dry_run and not options.resume:
-        dry_run(options)
+        prepared(options, None)
         return out
     with folder.opened(options) as place:
         with screen.clock().at("headers"):
@@ -145,22 +143,6 @@ def check_checkpoint(path: Path) -> None:
     elif path.is_dir():
         return
     raise InputError(f"{path} {what}. {way}.")
-
-
-def dry_run(o: Options) -> None:
-    """Prints what a run would do; of several machines a table. Raises InputError, DoesNotFit."""
-    machines = each_machine(o.assume or "")
-    if len(machines) < 2:
-        prepared(o, None)
-        return
-    rows = list[Row]()
-    for name, machine in machines.items():
-        try:
-            rows.append(Row(name, make(replace(o, assume=machine)).forecast))
-        except DoesNotFit as error:
-            rows.append(Row(name, None, str(error)))
-    for line in machine_lines(rows):
-        screen.say(line)
 
 
 def prepared(o: Options, begun: Snapshot | None) -> tuple[Job, list[str]]:

@@ -145,7 +145,7 @@ FORMATS, EXPERTS = choice("bf16", "same"), choice("stacked", "separate")
 EXPORT = choice("last", "best")
 MINUTES_30 = Every(seconds=1800.0)
 TEMPLATE = f"another chat template: a .jinja file, or {', '.join(TEMPLATES)}"
-ASSUMED = "dry run for another machine: gpu=rtx4090,ram=128GiB,ssd=2x2TB@7/5,bus=x8; ram=32,64GiB: a table"
+ASSUMED = "dry run for another machine: gpu=rtx4090,ram=128GiB,ssd=2x2TB@7/5,bus=x8"
 
 
 def option(

@@ -7,15 +7,14 @@ import pytest
 from plans import SEVEN_B
 
 from trireme.engine.plan import DoesNotFit, Limits, Plan
-from trireme.engine.planner.advice import Row, check_drive, faster
+from trireme.engine.planner.advice import check_drive, faster
 from trireme.engine.planner.choose import first_plan
 from trireme.engine.planner.forecast import Files, Forecast, Work
-from trireme.engine.planner.lines import machine_lines
-from trireme.engine.planner.rates import assume, each_machine
+from trireme.engine.planner.rates import assume
 from trireme.engine.planner.rule import Wanted, simple_plan
 from trireme.engine.planner.sizes import find_model
 from trireme.engine.tuning.chosen import adapted, targets
-from trireme.models.config import NF4, InputError, Lora, ModelConfig
+from trireme.models.config import NF4, Lora, ModelConfig
 from trireme.models.sizes import shapes
 
 
@@ -94,28 +93,3 @@ def test_as_much_more_ram_is_enough_for_the_larger_records_that_it_brings():
         planned(4 << 30)
     more = float(re.search(r"--ram by ([\d.]+) GiB", str(refusal.value))[1])
     assert planned(int((4 + more) * 2**30)).record > size(4 << 30)
-
-
-@pytest.mark.parametrize(
-    ("text", "machines"),
-    [
-        (
-            "gpu=a,ram=24,96GiB,ssd=2TB",
-            {"ram=24GiB": "gpu=a,ram=24GiB,ssd=2TB", "ram=96GiB": "gpu=a,ram=96GiB,ssd=2TB"},
-        ),
-        ("gpu=a,b,ram=8GiB", {"gpu=a": "gpu=a,ram=8GiB", "gpu=b": "gpu=b,ram=8GiB"}),
-        ("gpu=a,ram=8GiB", {"": "gpu=a,ram=8GiB"}),
-    ],
-)
-def test_machines_that_differ_in_a_part(text, machines):
-    assert each_machine(text) == machines
-    with pytest.raises(InputError):
-        each_machine("gpu=a,ram=1,2GiB,ssd=1,2TB")
-
-
-def test_machines_are_shown_side_by_side():
-    made = [Row(f"ram={ram}GiB", forecast(f"gpu=rtx4090,ram={ram}GiB,ssd=2TB")) for ram in (48, 128)]
-    lines = machine_lines([*made, Row("ram=8GiB", None, "it lacks RAM")])
-    assert len(lines) == 4
-    assert all(row.name in line for row, line in zip(made, lines[1:], strict=False))
-    assert "it lacks RAM" in lines[-1]
