@@ -48,8 +48,6 @@ CURES = {
 ENVIRONMENT = {"OMP_WAIT_POLICY": "PASSIVE"}
 if "microsoft" not in platform.release().lower():
     ENVIRONMENT["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
-WORDS = dict.fromkeys(("train", "finetune", "sft"), "")  # of other programs, and our commands
-WORDS |= {"chat": "sample", "generate": "sample", "inference": "sample", "evaluate": "eval", "fuse": "merge"}
 
 
 def command() -> int:
@@ -158,11 +156,10 @@ def parse(argv: Sequence[str]) -> tuple[str, Base]:
     word = argv[0] if argv else ""
     if word in COMMANDS:
         return word, COMMANDS[word].of(_values(word, COMMANDS[word], argv[1:]))
-    known = word.startswith("-") or Path(word).exists()
-    if near := [] if known else difflib.get_close_matches(word, [*WORDS, *COMMANDS], 1, 0.75):
-        meant = WORDS.get(near[0], near[0])
-        way = f"trireme {meant} FOLDER" if meant else "trireme CHECKPOINT --data FILE"
-        raise InputError(f"{word} is not a folder here, nor a command. Did you mean {way}?")
+    is_free = len(argv) > 1 and not argv[0].startswith("-") and not argv[1].startswith("-")
+    if not Path(word).exists() and (is_free or difflib.get_close_matches(word, COMMANDS, 1, 0.75)):
+        way = f"{', '.join(COMMANDS)}; to train: trireme CHECKPOINT --data FILE"
+        raise InputError(f"{word} is not a folder here, nor a command. Commands: {way}.")
     return "", of_a_run(_values("", Options, argv))
 
 

@@ -6,7 +6,7 @@ import json
 import math
 import shutil
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import date
@@ -28,6 +28,7 @@ from trireme.engine.planner.forecast import Files, Forecast, Work
 from trireme.engine.planner.host import choose_device, choose_gpus, drive_of, memory_limits, model_of
 from trireme.engine.planner.machine import pinnable, this_machine
 from trireme.engine.planner.rates import Machine, assume, reserved
+from trireme.engine.planner.rule import simple_plan
 from trireme.engine.run import config_file, folder, opening, screen
 from trireme.engine.run.options import Every, Options, flag
 from trireme.engine.run.planning import Planner
@@ -151,18 +152,15 @@ def make(o: Options, begun: Snapshot | None = None, by_rule: bool = False) -> Jo
     room = DataOptions(o.seq_len or 0, kind=opening.kind_of(o)).room
     planner = Planner(o, opened.cfg, room, device.type == "cuda", limits, fixed)
     with clock.at("plan"):
-        planner.refuse_early()
+        if not planner.user_plan:  # before the data is read
+            simple_plan(opened.cfg, planner.limits_for(o.batch_size), planner.wanted(o.batch_size))
     with clock.at("tokens"):
         data = read_data(o, opened)
     opened = opening.in_wording(o, opened, data)
-    if begun and data and fingerprint(data) != begun.fixed.data:
-        now, before = config_file.saved(o), begun.options
-        other = [
-            flag(name) for name in ("val", "general", "tokenizer", "chat_template") if now[name] != before.get(name)
-        ]
-        way = f"Leave {' and '.join(other)} out" if other else "Restore it"
-        raise InputError(f"--resume {o.out}: the data is not what the run began with. {way}.")
     if data:
+        if begun and fingerprint(data) != begun.fixed.data:
+            what = "--data, --val, --general or how they are tokenized"
+            raise InputError(f"--resume {o.out}: {what} is not what the run began with. Restore it.")
         ram = limits.ram - tables_of(o, data, room, opened.cfg)
         planner = replace(planner, limits=replace(limits, ram=max(0, ram)))
     o, work = with_work(o, data, room)
@@ -192,12 +190,12 @@ def make(o: Options, begun: Snapshot | None = None, by_rule: bool = False) -> Jo
 
 def check_options(o: Options, begun: Snapshot | None) -> None:
     """Raises InputError for options that do not go together, or that a resumed run cannot change."""
-    stores, away = {Path(d).resolve() for d in o.store}, f"--shape {o.shape}" if o.shape else "--assume"
+    o.check()
+    stores = {Path(d).resolve() for d in o.store}
     shared = len(stores) < len(o.store) or stores & {Path(o.out or "?").resolve(), Path("/")}
     of_adapter = o.rope_factor and (o.lora or o.adapter) and not o.merge
     table = [
         (not (o.model or o.shape), "no checkpoint given. Try: trireme CHECKPOINT --data FILE, or --demo, or --help."),
-        ((o.shape or o.assume) and not o.dry_run, f"{away} plans for what is not here. Add --dry-run."),
         (not (o.data or o.dry_run), "no data given. Name it: --data FILE (.jsonl .json .csv .txt .parquet)."),
         (o.data and o.export == "best" and not o.val, "--export best needs the loss on held-out data. Give --val."),
         (o.long == "split" and o.method != "sft", f"--long split: --method {o.method} reads whole answers. Take cut."),
@@ -213,7 +211,6 @@ def check_options(o: Options, begun: Snapshot | None) -> None:
         table.append((is_other, f"{flag(name)} {now.get(name)}: the run began with {was or 'none'}. Leave it out."))
     if wrong := next((line for is_wrong, line in table if is_wrong), ""):
         raise InputError(wrong)
-    o.check()
 
 
 def config_of(cfg: ModelConfig) -> dict[str, Any]:
@@ -292,23 +289,23 @@ def computer(o: Options, cfg: ModelConfig) -> tuple[torch.device, Limits, Machin
             limits = replace(limits, gpu=int(least), ram=int(ram), less=())
     if limits.gpus > cfg.n_layers:
         raise InputError(f"--gpus {limits.gpus}: the model has {count(cfg.n_layers, 'block')}. Take as many at most.")
-    if device.type == "cuda":
-        _check_kernels(cfg, o.dtype, device, assumed)
+    if device.type == "cuda" and (wrong := next(_without_kernels(cfg, o.dtype, device, assumed), "")):
+        raise InputError(wrong)
     return device, limits, assumed
 
 
-def _check_kernels(cfg: ModelConfig, dtype: str, device: torch.device, assumed: Machine | None) -> None:
-    """Raises InputError if no kernel of this GPU computes the model, or none can be compiled."""
+def _without_kernels(cfg: ModelConfig, dtype: str, device: torch.device, assumed: Machine | None) -> Iterator[str]:
+    """Why no kernel of this GPU computes the model, or none can be compiled."""
     from trireme.kernels.launch import widest_head  # late: Triton takes a second
     from trireme.kernels.launcher import why_none
 
     most = widest_head(torch.float32 if dtype == "fp32" else torch.bfloat16)
     if cfg.widest_head > most:
-        raise InputError(f"the model has heads of {cfg.widest_head}, a GPU computes heads of {most}. Add --device cpu.")
+        yield f"the model has heads of {cfg.widest_head}, a GPU computes heads of {most}. Add --device cpu."
     if cfg.fp8 and (assumed.rates.fp8 == 0 if assumed else torch.cuda.get_device_capability(device) < (8, 9)):
-        raise InputError("--dtype fp8: this GPU multiplies no fp8; Ada, Hopper and newer do. Leave it out.")
+        yield "--dtype fp8: this GPU multiplies no fp8; Ada, Hopper and newer do. Leave it out."
     if not assumed and (why := why_none()):
-        raise InputError(f"Triton compiles no kernel here ({why.rstrip('.')}). Install gcc and python3-dev.")
+        yield f"Triton compiles no kernel here ({why.rstrip('.')}). Install gcc and python3-dev."
 
 
 # ---------------------------------------------------------------- how much is computed
@@ -356,7 +353,7 @@ def in_force(o: Options, cfg: ModelConfig, plan: Plan) -> Options:
         rate = 1e-5 if cfg.lora else 1e-6
     chosen: dict[str, Any] = {"lr": rate, "weight_decay": 0.0 if cfg.lora else 0.01, "adam_bits": plan.adam_bits}
     if o.lora and cfg.lora:
-        chosen |= {"lora_alpha": opening.alpha_of(o), "lora_targets": cfg.lora.targets}
+        chosen |= {"lora_alpha": cfg.lora.alpha, "lora_targets": cfg.lora.targets}
         o = replace(o, lora_targets=())
     if of := opening.preference_of(o):
         chosen |= {name: getattr(of, name) for name in opening.parameters(o.method)}
@@ -408,28 +405,21 @@ def check_room(job: Job) -> None:
 
 # ---------------------------------------------------------------- what would fit
 
-RANK = 16  # of adapters that are offered
-
 
 def alternatives(o: Options) -> str:
-    """A sentence that offers what would fit, each with its step: 8-bit moments, adapters, a quantized base (the more
-    exact first), a smaller step if nothing else fits.
+    """A sentence that offers the most exact of what would fit, with its step: 8-bit moments, adapters, a quantized
+    base, a smaller step.
     """
-    if o.resume or o.plan:
-        return ""
     frozen = bool(o.lora or o.adapter or o.freeze or o.train)
-    lora: dict[str, Any] = {} if frozen else {"lora": RANK}
+    lora: dict[str, Any] = {} if frozen else {"lora": 16}
     tries: list[dict[str, Any]] = [] if frozen else [{"adam_bits": 8}, lora]
-    tries += [lora | {"base": base} for base in ("fp8", "nf4") if o.base is None]
-    tries += [(tries or [{}])[-1] | {"batch_size": o.batch_size // k} for k in (2, 4, 8, 16) if o.batch_size >= k]
-    fitting = list[str]()
-    for change in tries:
-        if fitting and change.keys() & {"base", "batch_size"} or o.adam_bits == change.get("adam_bits", 0):
-            continue
+    tries += [] if o.base else [lora | {"base": "nf4"}]
+    tries += [(tries or [{}])[-1] | {"batch_size": max(1, o.batch_size // k)} for k in (2, 4, 16)]
+    for change in [] if o.resume or o.plan else tries:
         with suppress(DoesNotFit, InputError, OSError):
             job = make(replace(o, data=(), val=None, dry_run=True, **change), by_rule=True)
             if not o.assume:
                 check_room(job)
             speed = f", at most {job.forecast.step.step_s:.3g} s a step" if job.on_gpu else ""
-            fitting.append(" ".join(f"{flag(name)} {value}" for name, value in change.items()) + speed)
-    return f" This fits: {'; or '.join(fitting)}." if fitting else ""
+            return f" This fits: {' '.join(f'{flag(name)} {value}' for name, value in change.items())}{speed}."
+    return ""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -128,22 +127,15 @@ def is_absent(o: Options) -> bool:
 # ---------------------------------------------------------------- what is trained
 
 
-def alpha_of(o: Options) -> float:
-    """peft's lora_alpha; with --rslora, that of adapters scaled by alpha / sqrt(R)."""
-    return o.lora_alpha or (8.0 if o.rslora else 2.0 * (o.lora or 0))
-
-
 def lora_of(o: Options, cfg: ModelConfig, adapter: Adapter | None) -> Lora:
-    """The adapters. LoRA+ is an alpha larger by its ratio: AdamW's steps do not depend on the size of gradients, so B
-    is smaller and learns faster by the ratio. Raises InputError.
-    """
+    """The adapters. Raises InputError."""
     if adapter:
         lora, dropout = adapter.lora, adapter.dropout if o.lora_dropout is None else o.lora_dropout
         if cfg.scores and not adapter.whole:
             raise InputError(f"--adapter {o.adapter} has no score head: it is of another method. Leave it out.")
     else:
-        scale = math.sqrt(o.lora or 1) if o.rslora else 1.0
-        lora = Lora(o.lora or 0, alpha_of(o) * scale * (o.loraplus or 1.0), targets(cfg, o.lora_targets))
+        rank = o.lora or 0
+        lora = Lora(rank, o.lora_alpha or 2.0 * rank, targets(cfg, o.lora_targets))
         dropout = o.lora_dropout or 0.0
     if cfg.experts is not None and lora.adapts(cfg.names.mlp.experts):
         if o.lora_dropout:
@@ -222,10 +214,8 @@ def _notes(o: Options, raw: Mapping[str, Any], cfg: ModelConfig, adapter: Adapte
     if raw.get("auto_map") or (named and not named.endswith(ENDS)):
         what = "custom code, which is never run" if raw.get("auto_map") else named
         yield f"config.json names {what}: it is read as transformers' language model {cfg.model_type}"
-    if adapts_experts(cfg):
-        stacked = "peft; vLLM, SGLang and llama.cpp read --expert-adapters separate"
-        readers = stacked if o.expert_adapters == "stacked" else "vLLM, SGLang and llama.cpp"
-        yield f"adapters of experts are written {o.expert_adapters}, for {readers}"
+    if adapts_experts(cfg) and o.expert_adapters == "stacked":
+        yield "adapters of experts are written for peft; vLLM, SGLang, llama.cpp read --expert-adapters separate"
     if adapter and Path(adapter.base).name != hub.title(o.model):
         yield f"--adapter was made for {adapter.base or 'a model without a name'}, not for {o.model}"
     if adapter and adapter.absent:

@@ -10,7 +10,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import Field, dataclass, field, fields
 from functools import partial
@@ -196,20 +196,24 @@ class Base:
                 raise InputError(f"{where}{flag(name)}: {str(error).rstrip('.')}.") from None
         return cls(chosen=frozenset(parsed), **parsed)
 
-    def check(self) -> None:
-        """Raises InputError for options that do not go together."""
+    def faults(self) -> Iterator[str]:
+        """What is wrong with options that do not go together."""
         options, method = table(type(self)), getattr(self, "method", "")
         values = [name for name in options if getattr(self, name) not in (None, (), False, "", 0.0)]
         for name in values:
             methods, needs, without = (options[name].metadata[rule] for rule in ("methods", "needs", "without"))
             if methods and method not in methods:
-                raise InputError(f"{flag(name)} is for --method {' or '.join(methods)}. Leave it out.")
+                yield f"{flag(name)} is for --method {' or '.join(methods)}. Leave it out."
             if needs and not {*needs} & {*values}:
                 add = f"{flag(needs[0])}{' 16' * (needs[0] == 'lora')}"
-                raise InputError(f"{flag(name)} is for {' or '.join(map(flag, needs))}. Add {add}, or leave it out.")
-            for other in without:
-                if other in values:
-                    raise InputError(f"{flag(other)} does not go with {flag(name)}. Leave one of them out.")
+                yield f"{flag(name)} is for {' or '.join(map(flag, needs))}. Add {add}, or leave it out."
+            for other in {*without} & {*values}:
+                yield f"{flag(other)} does not go with {flag(name)}. Leave one of them out."
+
+    def check(self) -> None:
+        """Raises InputError for options that do not go together."""
+        if wrong := next(self.faults(), ""):
+            raise InputError(wrong)
 
 
 def converted(f: Field[Any], value: Any) -> Any:
@@ -324,9 +328,6 @@ class Options(Reading, Method, Machine):
                                 needs="lora adapter")
     lora_targets: Texts = _train("matrices with adapters: q_proj [all; of mixtures attention]", NAMES, (), "run",
                                  needs="lora")
-    rslora: bool = _rare("rsLoRA: scale by alpha / sqrt(R); the default alpha is then 8", SWITCH, False, scope="run",
-                         needs="lora")
-    loraplus: Real = _rare("LoRA+: ratio of the learning rates of B and A", real(1, 1024), scope="run", needs="lora")
     base: Text = _train("quantize the frozen matrices of the blocks while loading, as QLoRA does", BASE, scope="run")
     train: Texts = _train("train only these tensors, such as '*.mlp.*'", GLOBS, (), "run")
     freeze: Texts = _train("do not train these tensors, such as '*embed*'", GLOBS, (), "run")
@@ -347,9 +348,9 @@ class Options(Reading, Method, Machine):
 
     config: Text = _instead("read options from a YAML file; the command line overrides them", FILE, scope="call")
     dry_run: bool = _instead("print report and plan, then stop; needs only config.json", SWITCH, False, "call")
-    assume: Text = _instead(ASSUMED, Value(text, "PARTS"), scope="call")
+    assume: Text = _instead(ASSUMED, Value(text, "PARTS"), scope="call", needs="dry_run")
     shape: Text = _instead("dry run for a model by name: llama-3.3-70b (an unknown one lists all)", NAME, scope="call",
-                           without="model rope_factor")
+                           needs="dry_run", without="model rope_factor")
     demo: bool = _instead("train a small generated model on generated text, in a minute", SWITCH, False, "call")
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -16,10 +16,9 @@ from trireme.engine.plan import DoesNotFit, Limits, Mode, Plan
 from trireme.engine.planner.advice import check_drive
 from trireme.engine.planner.choose import choose, first_plan
 from trireme.engine.planner.forecast import Files, Forecast, Work
-from trireme.engine.planner.host import TEMPORARIES
 from trireme.engine.planner.machine import with_drives
-from trireme.engine.planner.rates import RAM_SHARE, Machine
-from trireme.engine.planner.rule import Wanted, all_cuts, cuts, shortage, simple_plan, sizes_of
+from trireme.engine.planner.rates import Machine
+from trireme.engine.planner.rule import Wanted, all_cuts, shortage, simple_plan, sizes_of
 from trireme.engine.run import screen
 from trireme.engine.run.options import Options
 from trireme.engine.run.record import Fixed
@@ -44,22 +43,26 @@ class Planner:
 
     @cached_property
     def user_plan(self) -> Plan | None:
-        """The plan of --plan. Raises InputError if it does not suit the model, the run or the device."""
+        """The plan of --plan, on the last host. Raises InputError."""
         if not self.options.plan:
             return None
-        plan = replace(Plan.load(Path(self.options.plan)), hosts=here().hosts, host=here().hosts - 1)
-        wanted = {"gpus": self.limits.gpus, "mode": self._mode, "dtype": DTYPES.get(self.options.dtype)}
+        return replace(Plan.load(Path(self.options.plan)), hosts=here().hosts, host=here().hosts - 1)
+
+    def _faults(self, plan: Plan, work: Work, limits: Limits) -> Iterator[str]:
+        """Why the plan of --plan does not suit the model, the run or the device."""
+        wanted = {"gpus": limits.gpus, "mode": self._mode, "dtype": DTYPES.get(self.options.dtype)}
         wanted |= {"adam_bits": self.options.adam_bits} | (self.fixed.kept if self.fixed else {})
-        table = [
-            (len(plan.units) != plan.cut(self.cfg).n_units, "it is for another model"),
-            (bool(plan.tokens % self.room), "it is for another --seq-len"),
-            (self.on_cuda and not plan.runs_on_cuda, f"no CUDA kernel updates {plan.adam_bits}-bit moments"),
-        ]
         for name, value in wanted.items():
-            table.append((value not in (None, of := getattr(plan, name)), f"{name} is {value}, the plan has {of}"))
-        if wrong := next((line for is_wrong, line in table if is_wrong), ""):
-            raise InputError(f"--plan {self.options.plan}: {wrong}. Leave it out.")
-        return plan
+            if value not in (None, of := getattr(plan, name)):
+                yield f"{name} is {value}, the plan has {of}"
+        if len(plan.units) != plan.cut(self.cfg).n_units or plan.tokens % self.room:
+            yield "it is for another model or --seq-len"
+        if self.on_cuda and not plan.runs_on_cuda:
+            yield f"no CUDA kernel updates {plan.adam_bits}-bit moments"
+        if (n_micro := math.ceil(work.sequences / (plan.tokens // self.room) / plan.hosts)) > plan.n_micro:
+            yield f"a step is {n_micro} micro-batches, not {plan.n_micro}"
+        if not fits(geo := Geometry.of(self.cfg, plan), plan, limits):
+            yield f"it needs {shortage(geo, plan, limits)}"
 
     @property
     def _mode(self) -> Mode | None:
@@ -72,39 +75,21 @@ class Planner:
         plan = self.fixed.plan if self.fixed else self.user_plan
         return plan.dtype if plan else DTYPES.get(self.options.dtype, "BF16" if self.on_cuda else "F32")
 
-    def refuse_early(self) -> None:
-        """Raises DoesNotFit if not even steps of one sequence fit: then no data can help."""
-        smallest = lambda n: simple_plan(self.cfg, self.limits_for(n), self.wanted(n))
-        if self.user_plan is None:
-            try:
-                smallest(1)
-            except DoesNotFit:
-                smallest(self.options.batch_size)  # its error says what a usual step needs
-                raise
-
     def limits_for(self, sequences: int) -> Limits:
         """The limits. On a CPU, where both tiers are in RAM, it is divided otherwise if half of it is too small for a
         tier. Raises DoesNotFit.
         """
-        if self.on_cuda or self.options.gpu_memory or self.user_plan:
-            return self.limits
-        wanted, least = self.wanted(sequences), math.inf
-        for cut in cuts(self.cfg, wanted):
+        if not (self.on_cuda or self.options.gpu_memory or self.user_plan):
             try:
-                simple_plan(self.cfg, self.limits, replace(wanted, cuts=[cut]))
+                simple_plan(self.cfg, self.limits, self.wanted(sequences))
             except DoesNotFit as error:
                 need = replace(self.limits, gpu=error.need["gpu"], ram=error.need["ram"])
-                least = min(least, need.both)
-                if (spare := self.limits.both - need.both) >= 0:
-                    return replace(need, gpu=need.gpu + spare // 2 // need.gpus, ram=need.ram + spare - spare // 2)
-            else:
-                return self.limits
-        enough = rounded_up((least * RECORDS + TEMPORARIES) / RAM_SHARE)
-        way = f"Free some RAM, {enough} are enough, or raise the limit of its control group or `ulimit -v`"
-        if self.options.ram:
-            way = f"Raise --ram by {rounded_up((least - self.limits.both) * RECORDS)}"
-        need_and_limit = f"{rounded_up(least)} of RAM; the limit is {rounded_up(self.limits.both)}"
-        raise DoesNotFit(f"even the smallest plan needs {need_and_limit}. {way}, or lower --seq-len or --batch-size.")
+                if (spare := self.limits.both - need.both) < 0:
+                    what = f"even the smallest plan needs {rounded_up(need.both)} of RAM, {rounded_up(-spare)} too much"
+                    way = f"Raise --ram by {rounded_up(-spare * RECORDS)}" if self.options.ram else "Free some"
+                    raise DoesNotFit(f"{what}. {way}, or lower --seq-len or --batch-size.") from None
+                return replace(need, gpu=need.gpu + spare // 2 // need.gpus, ram=need.ram + spare - spare // 2)
+        return self.limits
 
     def search(
         self, work: Work, files: Files, limits: Limits, machine: Machine, stores: Sequence[Path], by_rule: bool
@@ -114,14 +99,10 @@ class Planner:
         `limits`: of limits_for. `stores`: folders on drives. `by_rule`: without a search. Raises InputError,
         DoesNotFit.
         """
-        o, wanted, plan = self.options, self.wanted(work.sequences), self.user_plan
+        o, wanted = self.options, self.wanted(work.sequences)
         wanted = replace(wanted, document=work.document, trained=work.trained, compared=work.compared)
-        if plan:
-            geo, rows = Geometry.of(self.cfg, plan), plan.tokens // self.room
-            if not fits(geo, plan, limits):  # the data has taken its part
-                raise DoesNotFit(f"--plan {o.plan} needs {shortage(geo, plan, limits)}. Leave it out.")
-            if (n_micro := math.ceil(work.sequences / rows / here().hosts)) > plan.n_micro:
-                wrong = f"a step is {n_micro} micro-batches, not {plan.n_micro}"
+        if plan := self.user_plan:
+            if wrong := next(self._faults(plan, work, limits), ""):
                 raise InputError(f"--plan {o.plan}: {wrong}. Leave it out.")
             return plan, machine
         first = first_plan(self.cfg, limits, wanted, drive=not o.assume or bool(machine.ssd))

@@ -7,7 +7,6 @@ from typing import Any
 
 from trireme.engine.amounts import compact, count, duration, gb, gib, seconds
 from trireme.engine.geometry import Geometry
-from trireme.engine.optimizer import learning_rate
 from trireme.engine.planner import lines as forecasts
 from trireme.engine.planner.advice import ENDLESS, faster
 from trireme.engine.planner.clock import Part
@@ -21,9 +20,8 @@ from trireme.engine.tuning.cached import Cached
 from trireme.engine.tuning.chosen import trained_lines
 from trireme.engine.tuning.packed_source import Packed
 from trireme.engine.tuning.quantized import quantized
-from trireme.models import hf
 from trireme.models.config import ModelConfig
-from trireme.models.sizes import narrow, shapes
+from trireme.models.sizes import shapes
 
 COMPLETE: tuple[Part, ...] = ("evaluations", "samples", "snapshots", "export")  # whose last time predicts the next
 UNUSUAL = 30  # times the default learning rate
@@ -35,7 +33,6 @@ def lines(job: Job) -> Iterator[str]:
     steps_s = job.total_steps * f.step.step_s if job.on_gpu else None
     writes = written(f, job.total_steps, events(job, 0, steps_s))
     unmeasured = forecasts.unmeasured_line(f, bool(o.assume)) if job.on_gpu else ""
-    tuned = f"{count(len(job.launches), 'kernel')} as tuned by check --tune" if job.launches else ""
     wear = forecasts.wear_line(f, writes, steps_s) if full or job.plan.uses("ssd") else ""
     for label, texts in {
         "model": _model(job),
@@ -44,7 +41,7 @@ def lines(job: Job) -> Iterator[str]:
         "example": map(str.strip, job.data.example(0).split("\n")) if job.read else [],
         "method": [_method(job)],
         "trained": trained_lines(job.cfg, {"--train": o.train, "--freeze": o.freeze}) if o.train or o.freeze else [],
-        "machine": [job.machine.describe(job.on_gpu), unmeasured, tuned] if full or job.on_gpu else [],
+        "machine": [job.machine.describe(job.on_gpu), unmeasured] if full or job.on_gpu else [],
         "steps": [_steps(job)],
         "eval": _evaluations(job),
         "ssd": [wear],
@@ -65,24 +62,17 @@ def lines(job: Job) -> Iterator[str]:
 
 
 def _model(job: Job) -> Iterator[str]:
-    """The model, its experts, what happens to packed matrices and to what is not of the language model."""
+    """The model, its experts, what happens to packed matrices."""
     cfg, source, packing, experts = job.cfg, job.source, job.cfg.packing, job.cfg.experts
     dtypes = {t.dtype.lower(): 0 for name in job.opened.stored.values() if (t := source.tensors.get(name))}
     dtypes |= {packing.word: 0} if packing else {}
     head = f", score head ({of_head(cfg)})" if cfg.scores else ", tied head" if cfg.tied else ""
-    where = f"of the shape {job.options.shape}" if job.options.shape else "by config.json alone"
-    where = count(len(source.files), "file") if source.files else where
+    where = count(len(source.files), "file") if source.files else "by config.json alone"
     size = f"{compact(shapes.parameters(cfg))} parameters, {'/'.join(dtypes)}, {where}, {gib(source.nbytes)}"
     yield f"{cfg.model_type}, {size}; {cfg.n_layers} layers{head}"
-    if not cfg.lora and (others := len(hf.carried(cfg, source.tensors))):
-        yield f"what is not of the language model is copied unchanged: {count(others, 'tensor')}"
     if experts:
-        having = [layer for layer in cfg.layers if layer.experts]
-        idle = len(having) * (experts.count - experts.chosen) * shapes.of_an_expert(having[0])
-        active, aux = compact(shapes.parameters(cfg) - idle), job.options.router_aux
-        balance = f"{aux:g}" if aux else f"off (config.json has {experts.aux:g}: --router-aux)"
-        chosen = f"{experts.count} experts in a layer, {experts.chosen} for each token: {active} parameters a token"
-        yield f"{chosen}; load-balancing loss {balance}"
+        balance = f"{job.options.router_aux:g} (config.json has {experts.aux:g}: --router-aux)"
+        yield f"{experts.count} experts in a layer, {experts.chosen} for each token; load-balancing loss x {balance}"
     if isinstance(source, Cached):
         yield f"the base is {'read from' if source.is_made() else 'quantized into'} {source.file}"
     elif packing and isinstance(source, Packed):
@@ -113,9 +103,7 @@ def _method(job: Job) -> str:
     if teaching:
         mix = f"cross-entropy x {1 - teaching.weight:g} + divergence from {o.teacher} x {teaching.weight:g}"
         what = f"{mix} (top {teaching.k}, temperature {teaching.temperature:g}), {what}"
-    experts = next((layer for layer in cfg.layers if layer.experts), None)
-    narrowed = experts is None or narrow.experts_in_fp8(cfg, experts, job.plan.tokens)
-    fp8 = f", linear layers{'' if narrowed else ', not experts,'} in fp8" if cfg.fp8 else ""
+    fp8 = ", linear layers in fp8" if cfg.fp8 else ""
     bits = f" ({job.plan.adam_bits}-bit moments)" if job.plan.adam_bits != 32 else ""
     rate = f"peak lr {o.lr:g}, {o.schedule}, clip {o.max_grad_norm or 'off'}"
     return f"{what}, AdamW{bits}, {rate}; compute in {job.plan.dtype.lower()}{fp8}"
@@ -147,9 +135,7 @@ def _notes(job: Job) -> Iterator[str]:
     if rate > UNUSUAL * usual:
         yield f"warning: --lr {rate:g} is far above what is usual for {'adapters' if job.cfg.lora else 'all weights'}"
     if warmup >= total > 1:
-        last = learning_rate(total, total, rate, o.schedule, warmup)
-        within = f"within its warm-up of {warmup:,} steps, at lr {last:.1e} of {rate:.1e}"
-        yield f"warning: the run ends {within}. Lower --warmup"
+        yield f"warning: the run ends within its warm-up of {warmup:,} steps. Lower --warmup"
     limit = job.limits.ram if job.on_gpu else job.limits.both
     if not o.assume and limit > (free := available_ram()):
         yield f"warning: the limit of {gib(limit)} is more than the {gib(free)} of RAM that are free"
@@ -204,14 +190,8 @@ def figures(job: Job) -> dict[str, Any]:
     """The figures of the report, for `plan` in Python."""
     f, step_s, rows = job.forecast, job.forecast.step.step_s, job.forecast.memory(all_gpus=not job.on_gpu).values()
     gpu, ram, ssd = (sum(row[tier] for row in rows) for tier in ("gpu", "ram", "ssd"))
-    known = {
-        "steps": job.total_steps,
-        "tokens_per_step": f.work.tokens,
-        "gpu_bytes": gpu if job.on_gpu else 0,
-        "ram_bytes": ram if job.on_gpu else gpu + ram,
-        "ssd_bytes": ssd,
-        "disk_bytes": f.disk(),
-    }
+    sizes = dict(zip(("gpu_bytes", "ram_bytes"), (gpu, ram) if job.on_gpu else (0, gpu + ram), strict=True))
+    known = {"steps": job.total_steps, "tokens_per_step": f.work.tokens, "ssd_bytes": ssd, "disk_bytes": f.disk()}
     timed = {
         "step_s": step_s,
         "tokens_per_second": f.work.tokens / step_s,
@@ -219,4 +199,4 @@ def figures(job: Job) -> dict[str, Any]:
         "limited_by": f.step.bound,
         "written_bytes": sum(written(f, job.total_steps, events(job, 0, job.total_steps * step_s)).values()),
     }
-    return known | (timed if job.on_gpu else dict.fromkeys(timed))
+    return known | sizes | (timed if job.on_gpu else dict.fromkeys(timed))

@@ -1,9 +1,7 @@
 """Multimodal models and others with tensors beside the language model: it is trained, they go through untouched."""
 
-import io
 import json
 import shutil
-from contextlib import redirect_stdout
 
 import numpy as np
 import pytest
@@ -104,14 +102,13 @@ def trained(request, tmp_path_factory):
         model=str(here / "model"), data=(str(here / "stories.txt"),), out=str(here / "out"), seq_len=48, batch_size=2,
         max_steps=2, lr=1e-2, device="cpu",
     )  # fmt: skip
-    with redirect_stdout(io.StringIO()) as said:
-        finetune(options)
-    return here / "model", here / "out", said.getvalue().splitlines()
+    finetune(options)
+    return here / "model", here / "out"
 
 
 @pytest.mark.full
 def test_the_tower_goes_through_untouched(trained):
-    model, out, said = trained
+    model, out = trained
     before, after = (load_file(folder / "model.safetensors") for folder in (model, out))
     beside = [
         name for name in before if any(word in name for word in ("vision_tower", "projector", "visual", "layers.3."))
@@ -122,14 +119,12 @@ def test_the_tower_goes_through_untouched(trained):
         frozen = name in beside or name.endswith("correction_bias")
         assert torch.equal(tensor, after[name]) == frozen, name
         assert tensor.dtype == after[name].dtype
-    (line,) = [line for line in said if "copied unchanged" in line]
-    assert f"{len(beside)} tensors" in line
 
 
 @pytest.mark.full
 def test_transformers_opens_the_result(trained):
     """With the logits that our blocks give for its weights."""
-    _, out, _ = trained
+    _, out = trained
     cfg, state = read_config(out), load_file(out / "model.safetensors")
     opener = {"AutoModelForCausalLM": transformers.AutoModelForCausalLM}.get(
         cfg.opener, transformers.AutoModelForImageTextToText

@@ -38,7 +38,7 @@ def plain(text: str) -> str:
 def test_a_line_is_wrapped_by_the_cells_of_its_characters(words, width):
     line = "data     " + " ".join(words)
     lines = screen.wrapped(line, width).split("\n")
-    assert all(screen.cells(each) < width for each in lines)
+    assert all(len(screen.widened(each)) < width for each in lines)
     assert all(each.startswith(" " * screen.INDENT) for each in lines[1:])
     assert "".join("".join(lines).split()) == "".join(line.split())
 

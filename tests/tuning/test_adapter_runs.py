@@ -179,7 +179,6 @@ BAD = {
     "a rank above the width": (dict(lora=100_000), "rank"),
     "no such target": (dict(lora=4, lora_targets=("query",)), "query"),
     "alpha without a rank": (dict(lora_alpha=3.0), "--lora 16"),
-    "LoRA+ without a rank": (dict(loraplus=16.0), "--lora 16"),
     "merge without adapters": (dict(merge=True), "--lora 16"),
     "an adapter and a rank": (dict(adapter="x", lora=4), "--lora"),
     "no adapter": (dict(adapter="nowhere"), "nowhere"),
