@@ -83,7 +83,7 @@ def mtp_layer(reference):
     scope="module", params=["gemma3", "mistral3", "glm4 moe", "qwen3 vl moe", "qwen2 vl tied, window above"]
 )
 def trained(request, tmp_path_factory):
-    """(folder of a small model with tensors beside it, that of a run that trained it, what the run printed)."""
+    """(folder of a small model with tensors beside it, that of a run that trained it)."""
     here = tmp_path_factory.mktemp("wrapped")
     stories.make_text(here / "stories.txt", 20, seed=1)
     stories.make_checkpoint(here / "demo", here / "stories.txt", seed=1)
