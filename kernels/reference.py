@@ -329,7 +329,8 @@ def grad_finish(grad: Tensor, out: Tensor | None = None, total: Tensor | None = 
     if out is not None:
         grad = out.copy_(grad)
     blocks = -(-len(grad) // (64 * 1024))
-    padded = torch.nn.functional.pad(grad, (0, blocks * 64 * 1024 - len(grad))).view(blocks, 64, 1024)
+    rows = min(64, len(grad) // 1024 + 1)  # of an only block: its further ones are zero
+    padded = torch.nn.functional.pad(grad, (0, blocks * rows * 1024 - len(grad))).view(blocks, rows, 1024)
     lanes = upcast(padded[:, 0]).square()
     for row in padded[:, 1:].unbind(1):
         lanes += upcast(row).square()
