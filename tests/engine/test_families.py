@@ -42,8 +42,7 @@ PLACED = (
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("halves", [False, True])
-@pytest.mark.parametrize("case", PLACED)
+@pytest.mark.parametrize(("case", "halves"), [(case, i % 2 == 0) for i, case in enumerate(PLACED)])
 def test_placement_never_changes_the_numbers(case, halves):
     check_placement(config(case), halves)
 

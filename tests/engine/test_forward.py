@@ -48,7 +48,7 @@ def passes(e, name):
     return losses, text
 
 
-@pytest.mark.parametrize(("name", "base"), [(name, tier) for name in NAMES for tier in TIERS])
+@pytest.mark.parametrize(("name", "base"), [(name, TIERS[i % 3]) for i, name in enumerate(NAMES)])
 def test_losses_and_texts_are_those_in_training(name, base):
     cfg = MODELS[name]
     trains = make(cfg, gpu_plan(cfg, dtype="BF16", n_micro=3))

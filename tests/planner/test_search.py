@@ -54,7 +54,7 @@ def by_rule(cfg: ModelConfig, plan: Plan, rates: Rates, wanted: Wanted) -> float
 
 
 @pytest.mark.full
-@settings(max_examples=24, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     st.sampled_from((SMALL, ADAPTED, PARTLY)),
     st.integers(60, 600),
@@ -85,9 +85,7 @@ def test_a_choice_fits_repeats_and_is_no_slower_than_the_rule(cfg, gpu, host, mo
 
 
 LARGE = {  # models that an early search planned beyond the limits, and more of their kind
-    "175B, 6 drives": ("gpt3-175b", "gpu=rtx4090,ram=256GiB,ssd=6x4TB@7/5", 32),
     "175B, 12 drives": ("gpt3-175b", "gpu=rtx4090,ram=768GiB,dram=200,ssd=12x4TB@7/5", 16),
-    "405B": ("llama-3.1-405b", "gpu=rtx4090,ram=512GiB,ssd=8x4TB@7/5", 32),
     "405B, little RAM": ("llama-3.1-405b", "gpu=rtx4090,ram=64GiB,ssd=4x4TB", 8),
     "70B": ("llama-3.3-70b", "gpu=rtx4090,ram=128GiB,ssd=2x4TB@7/5", 32),
     "DeepSeek-V3": (with_adapters("deepseek-v3"), "gpu=rtx4090,ram=128GiB,ssd=2x4TB@7/5", 16),
@@ -115,7 +113,7 @@ def test_plans_of_large_models_fit(name):
 
 
 @pytest.mark.full
-@settings(max_examples=6, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
+@settings(max_examples=3, deadline=None, suppress_health_check=[HealthCheck.filter_too_much])
 @given(st.sampled_from(("405B, little RAM", "70B", "8B on four")), st.floats(0.3, 1.1), st.floats(0.15, 1.1))
 def test_plans_of_large_models_fit_in_any_limits(name, gpu, ram):
     try:
@@ -138,7 +136,7 @@ def test_a_plan_that_does_not_fit_is_never_simulated():
 
 
 @pytest.mark.full
-@settings(max_examples=8, deadline=None, derandomize=True)
+@settings(max_examples=5, deadline=None)
 @given(st.integers(80, 600), st.integers(80, 2000), st.sampled_from(("matmul", "h2d", "d2h", "ssd_read", "gpu", "ram")))
 def test_more_is_hardly_ever_slower(gpu, host, more):
     """A descent does not find every optimum, and what fills memory comes in whole units."""
@@ -210,7 +208,7 @@ def test_the_rule_writes_moments_of_all_tiers_late_in_steps_of_many_tokens():
 
 
 @pytest.mark.full
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(st.integers(80, 600), st.integers(60, 1500), st.floats(0.2, 5), st.sampled_from((0.7, 1.0, 1.5)))
 def test_a_resumed_run_keeps_its_updates_where_they_are(gpu, host, faster, more):
     """Other rates and other limits move everything else; only where nothing else fits do updates move."""
@@ -382,8 +380,8 @@ def gap(dice: Random) -> float:
 
 @pytest.mark.full
 def test_the_order_of_moves_is_within_a_percent_of_the_best_of_all_choices():
-    """Of 100 models and machines: each block may save any set of its tensors, within an amount of RAM."""
+    """Of 30 models and machines: each block may save any set of its tensors, within an amount of RAM."""
     dice = Random(0)
-    gaps = [gap(dice) for _ in range(100)]
+    gaps = [gap(dice) for _ in range(30)]
     assert min(gaps) > -1e-9
     assert max(gaps) < 0.01
