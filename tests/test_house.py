@@ -34,7 +34,7 @@ BUDGETS = {
     "engine/tuning/**": 2317,  # 1900; merging in the own format, training for it, --base of what is packed: about 390
     "engine/run/**": 5821,  # 5000; the page, --general, env, merge --data, --merge-aware: about 330; the rest is to go
     "scripts/**": 2969,  # 2600; the harness for lm-eval 223, new_model.py 110
-    "tests/**": 25413,  # 25044; 174 of --merge-aware, 104 of test_compare.py, 105 of new model types
+    "tests/**": 25496,  # 25044; 174 of --merge-aware, 104 of test_compare.py, 105 of new model types, 119 of the page
 }
 MOST_LINES_OF_PROSE = 3200  # README, docs and the other pages
 MOST_LINES_OF_README = 140

@@ -178,7 +178,8 @@ class Dataset:
         piece = pieces[k % len(pieces)]
         shown = self._shown(piece, marks)
         if self.options.kind == "classes":
-            return f"{shown} -> {self.options.labels[int(self._values(self.pieces[[piece]])[0])]}"
+            label = self.options.labels[int(self._values(self.pieces[[piece]])[0])]
+            return f"{shown} -> {marks[0]}{label}{marks[1]}"
         if not self.options.paired:
             return shown
         second = "" if self.options.kind == "labels" else f"\nbad:  {self._shown(piece + 1, marks)}"
@@ -187,7 +188,7 @@ class Dataset:
     def _shown(self, piece: int, marks: str) -> str:
         ids, labels = self._read(self.pieces[[piece]])
         shifted = np.concatenate([[False], labels[:-1] >= 0])  # labels are those of the next tokens
-        return example_text(ids, labels >= 0 if self.options.scored else shifted, self.codec, marks)
+        return example_text(ids, shifted, self.codec, marks)
 
     def _order(self, epoch: int) -> np.ndarray:
         return documents.shuffled(self.n_sequences, self.options.seed, epoch)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import resource
 from collections.abc import Sequence
 from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -78,6 +80,41 @@ def computed_by(device: torch.device) -> str:
     return ", ".join(parts)
 
 
+class Counters:
+    """What NVML reports of GPUs; nothing without its library, with an old one, or if it does not know one of them."""
+
+    def __init__(self, uuids: Sequence[str], library: str = "libnvidia-ml.so.1"):
+        """`uuids`: without "GPU-", as torch gives them."""
+        handles, self.handles = [ctypes.c_void_p() for _ in uuids], list[ctypes.c_void_p]()
+        with suppress(OSError, AttributeError):
+            self.nvml = ctypes.CDLL(library)
+            names = [f"GPU-{uuid}".encode() for uuid in uuids]
+            failed = self.nvml.nvmlInit_v2() or self._each("nvmlDeviceGetHandleByUUID", names, handles)
+            self.handles = [] if failed else handles
+
+    def read(self, function: str, number: type[ctypes.c_uint | ctypes.c_ulonglong] = ctypes.c_uint) -> list[int]:
+        """A number of each GPU; empty if one of them does not report it."""
+        numbers = [number() for _ in self.handles]
+        with suppress(AttributeError):
+            return [] if self._each(function, self.handles, numbers) else [one.value for one in numbers]
+        return []
+
+    def _each(self, function: str, gpus: Sequence[bytes | ctypes.c_void_p], results: Sequence[Any]) -> bool:
+        """Calls a function for each GPU; whether one of the calls fails. Raises AttributeError if there is none."""
+        return any(self.nvml[function](gpu, ctypes.byref(out)) for gpu, out in zip(gpus, results, strict=True))
+
+    def joules(self) -> float:
+        """The energy that the GPUs have used since their drivers were loaded; NaN if they do not count it."""
+        millijoules = self.read("nvmlDeviceGetTotalEnergyConsumption", ctypes.c_ulonglong)
+        return sum(millijoules) / 1e3 if millijoules else math.nan
+
+
+def counters(device: torch.device, gpus: int = 1) -> Counters:
+    """Those of the GPUs from `device`; of a CPU none."""
+    of = gpus_from(device, gpus) if device.type == "cuda" else []
+    return Counters([str(torch.cuda.get_device_properties(gpu).uuid).removeprefix("GPU-") for gpu in of])
+
+
 # Functions of NVML, which ask for (link, limits), by what they say; the generation is the best of card and slot.
 _ASKED = {
     "lanes": "nvmlDeviceGetCurrPcieLinkWidth",
@@ -91,19 +128,8 @@ LASTING = ("lanes", "generation", "milliwatts")  # an idle link slows down
 
 def gpu_now(device: torch.device) -> dict[str, int]:
     """What NVML reports of a GPU's link and power limit, by the names of _ASKED; without what it does not report."""
-    try:
-        nvml, handle, value = ctypes.CDLL("libnvidia-ml.so.1"), ctypes.c_void_p(), ctypes.c_uint()
-        uuid = str(torch.cuda.get_device_properties(device).uuid).removeprefix("GPU-")
-        if nvml.nvmlInit_v2() or nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}".encode(), ctypes.byref(handle)):
-            return {}
-    except (OSError, AttributeError):  # no library, or an old one
-        return {}
-    reported = {}
-    for name, function in _ASKED.items():
-        with suppress(AttributeError):
-            if nvml[function](handle, ctypes.byref(value)) == 0:
-                reported[name] = value.value
-    return reported
+    of = counters(device)
+    return {name: numbers[0] for name, function in _ASKED.items() if (numbers := of.read(function))}
 
 
 def available_ram() -> int:

@@ -24,7 +24,7 @@ from trireme.engine.hosts.group import here
 from trireme.engine.optimizer import StepStats, learning_rate
 from trireme.engine.plan import DoesNotFit
 from trireme.engine.planner.correct import at_work, batch_of, corrected, until_its_end
-from trireme.engine.planner.host import computed_by, memory_in_use
+from trireme.engine.planner.host import computed_by, counters, memory_in_use
 from trireme.engine.planner.lines import ready_line, took_line
 from trireme.engine.planner.machine import note_drives
 from trireme.engine.planner.predict import predict
@@ -203,6 +203,7 @@ class Run:
         self.log = Log(out, job.total_steps, job.work.evaluations, self.done.log, others)
         self.stop = Stop(self.done.step, job.total_steps)
         self.saved = self.exported = self.evaluated = time.monotonic()
+        self.counters, self.joules = counters(job.device, job.plan.gpus), math.nan
         self.bound = ""  # busiest queue of the last traced step
         self.busy = list[str]()  # a line on its queues
         is_short = job.on_gpu and job.forecast.step.step_s < SHORT
@@ -268,6 +269,7 @@ class Run:
             self.evaluate()
         if done.step == 0:
             self.evaluate_general()
+        self.energy()  # from here
         while done.step < self.stop.last and not (o.patience and done.worse >= o.patience):
             self.step(ahead)
             if due(o.eval_every, self.evaluated):
@@ -340,12 +342,18 @@ class Run:
         record |= {"rows" if job.cfg.scores else "trained_tokens": trained}
         record |= {"tokens_per_second": round(tokens / seconds, 1), "step_time_s": round(seconds, 4)}
         record |= {"wall_time": round(time.time(), 3), "ram_gib": round(ram, 3), "ssd_read_gbs": round(read, 3)}
-        record |= {"ssd_written_tb": round(self.training.written / 1e12, 6), "bound": self.bound}
+        record |= {"ssd_written_tb": round(self.training.written / 1e12, 6), "bound": self.bound} | self.energy()
         if job.on_gpu:  # the peak of a CPU is known by no data sheet
             rates, flops = job.machine.rates, sum(costs.model_flops(job.cfg, mb.tokens, mb.pairs) for mb in batch)
             peak = job.plan.hosts * job.plan.gpus * (rates.fp8 if job.cfg.fp8 else rates.matmul)
             record |= {"mfu": round(flops / seconds / peak, 4), "gpu_mem_gib": round(gpu, 3)}
         return record | {name: round(value, 6) for name, value in stats.metrics.items()}
+
+    def energy(self) -> Record:
+        """Joules that the GPUs of all hosts have used since the last call; nothing if one does not count them."""
+        before, self.joules = self.joules, sum(here().values(self.counters.joules()))
+        used = self.joules - before
+        return {"gpu_joules": round(used, 3)} if math.isfinite(used) else {}
 
     @property
     def epoch(self) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,9 +13,11 @@ from typing import Any
 WIDTH, HEIGHT, LEFT, BELOW = 820, 340, 60, 20  # of the curve; margins for its numbers
 MOST, LARGEST = 1000, 1e100  # points of a line; what is drawn of a loss
 USED = ("learning_rate", "gpu_mem_gib", "ram_gib", "ssd_written_tb")
-DRAWN = ("step", "loss", "eval_loss", "eval_accuracy", "eval_rewards/accuracies", "sample", *USED)
+PAIRS = "eval_rewards/accuracies"  # before training they are ties
+ENERGY, KWH = "gpu_joules", 3.6e6  # of a step and what came before it; joules
+DRAWN = ("step", "loss", "eval_loss", "eval_accuracy", PAIRS, "sample", ENERGY, *USED)
 COLUMNS = {"step": ("step", ","), "eval_loss": ("loss", ".4f"), "eval_accuracy": ("accuracy", ".4f"),
-           "eval_rewards/accuracies": ("accuracy", ".4f"), "sample": ("sample", "")}  # fmt: skip
+           PAIRS: ("accuracy", ".4f"), "sample": ("sample", "")}  # fmt: skip
 MARKS = "\x02\x03"  # around the trained part of an example: rows have brackets of their own
 STYLE = """
 :root{color-scheme:light dark;--back:#fff;--text:#222;--box:#f6f6f4;--mark:#ffe08a;--train:#1f5fa8;--val:#d8572a}
@@ -45,7 +48,7 @@ class Facts:
 
 def page(records: Sequence[dict[str, Any]], facts: Facts) -> str:
     """The page of a run in one file: curve, evaluations with samples, examples with the trained part marked, report."""
-    evals = [record for record in records if "eval_loss" in record]
+    evals = [{k: v for k, v in r.items() if r["step"] or k != PAIRS} for r in records if "eval_loss" in r]
     train, held_out = ([(r["step"], r[name]) for r in records if name in r] for name in ("loss", "eval_loss"))
     columns = {key: column for key, column in COLUMNS.items() if any(key in record for record in evals)}
     cells = [[escape(format(r[k], spec)) if k in r else "" for k, (_, spec) in columns.items()] for r in thinned(evals)]
@@ -69,11 +72,13 @@ def page(records: Sequence[dict[str, Any]], facts: Facts) -> str:
 
 
 def used(records: Sequence[dict[str, Any]]) -> list[str]:
-    """Lines on the largest memory in use, what was written to drives, and the learning rate."""
+    """Lines on the largest memory in use, what was written to drives, energy, and the learning rate."""
     most = {key: max(values) for key in USED if (values := [r[key] for r in records if key in r])}
     memory = [f"{of} {most[key]:.3g} GiB" for of, key in (("GPU", "gpu_mem_gib"), ("RAM", "ram_gib")) if key in most]
     lines = [f"memory   {', '.join(memory)} at most"] if memory else []
-    lines += [f"written  {most['ssd_written_tb'] * 1e3:.3g} GB to drives"] if "ssd_written_tb" in most else []
+    lines += [f"written  {most['ssd_written_tb'] * 1e3:.3g} GB to drives"] if most.get("ssd_written_tb") else []
+    kwh = sum(r.get(ENERGY, math.nan) for r in records if "loss" in r) / KWH
+    lines += [f"energy   {kwh:.3g} kWh by the counters of the GPUs"] if math.isfinite(kwh) and kwh else []
     return lines + ([f"rate     {most['learning_rate']:.3g} at most"] if "learning_rate" in most else [])
 
 
@@ -84,14 +89,15 @@ def curve(train: Sequence[Point], evals: Sequence[Point], axis: str) -> str:
     steps, losses = zip(*([*smooth, *evals] or [(0.0, 0.0)]), strict=True)
     first, last, low, high = min(steps), max(steps), min(losses), max(losses)
     to_x = lambda x: LEFT + (x - first) / max(1, last - first) * (WIDTH - LEFT - 10)
-    to_y = lambda y: HEIGHT - BELOW - (y - low) / (high - low or 1.0) * (HEIGHT - BELOW - 20)
+    places = 3 - math.floor(math.log10(high - low or 1.0))
+    to_y = lambda y: HEIGHT - BELOW - (min(max(y, low), high) - low) / (high - low or 1.0) * (HEIGHT - BELOW - 20)
     parts = list[str]()
     for y in (low + k / 4 * (high - low) for k in range(5)):
         parts.append(f'<path d="M{LEFT} {to_y(y):.1f}H{WIDTH}"/>')
-        parts.append(f'<text x="{LEFT - 6}" y="{to_y(y) + 4:.1f}" text-anchor="end">{y:.4g}</text>')
+        parts.append(f'<text x="{LEFT - 6}" y="{to_y(y) + 4:.1f}" text-anchor="end">{round(y, places):.4g}</text>')
     legend = f"steps {first:,} to {last:,}; {escape(axis)}"
     for name, points in (("raw", train), ("training", smooth), ("held-out", evals)):
-        line = " ".join(f"{to_x(x):.1f},{to_y(y):.1f}" for x, y in thinned(points) if low <= y <= high)
+        line = " ".join(f"{to_x(x):.1f},{to_y(y):.1f}" for x, y in thinned(points))
         parts.append(f'<polyline class="{name}" points="{line}"/>')
         if points and name != "raw":
             legend += f'; <span class="{name}">{name} {points[0][1]:.4g} to {points[-1][1]:.4g}</span>'

@@ -242,6 +242,6 @@ def test_classes_and_margins(load, tmp_path):
     assert names == ("1", "2", "5")
     data = load(rows, kind="classes", labels=names)
     assert sorted(label for mb in data.batches(1) for label in mb.labels if label >= 0) == [0, 1, 2]
-    assert data.example(0).endswith("-> 1")
+    assert data.example(0).endswith("-> [1]")
     data = load([row | {"margin": i} for i, row in enumerate(PAIRS)], kind="rewards")
     assert sorted(margin for mb in data.batches(1) for margin in mb.reference) == [0, 0, 0, 0, 0, 1, 2, 3]

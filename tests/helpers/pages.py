@@ -1,7 +1,13 @@
-"""What every report.html has to be, without a browser."""
+"""What every report.html has to be, without a browser and in one."""
 
+import json
 import re
+import shutil
+import subprocess
 from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
 
 VOID = {"meta"}
 NARROW = 360  # pixels of a telephone's screen
@@ -45,3 +51,24 @@ def check_page(html: str) -> None:
     assert all(int(px) <= NARROW for px in re.findall(r"(?<!max-)width:(\d+)px", style))
     assert 'name="viewport"' in html
     assert len(html.encode()) <= 200_000
+
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
+ITS_OWN = "not an origin"  # of what a browser asks for by itself; pages are of origin null, as files
+
+
+def in_browser(page: Path, folder: Path) -> tuple[str, set[str], list[str]]:
+    """What Chromium makes of a page: its elements as HTML, the addresses that it asks for, lines of the console. Skips
+    the test where there is none. `folder`: for the profile and the log of the network, from which nothing leaves.
+    """
+    browser = next(filter(None, map(shutil.which, BROWSERS)), None)
+    if browser is None:
+        pytest.skip("no Chromium here: apt install chromium")
+    log = folder / "network.json"
+    words = [browser, "--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking"]
+    words += ["--host-resolver-rules=MAP * ~NOTFOUND", "--enable-logging=stderr", f"--log-net-log={log}"]
+    words += [f"--user-data-dir={folder / 'profile'}", "--dump-dom", page.as_uri()]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=True)
+    events = [event.get("params", {}) for event in json.loads(log.read_text())["events"]]
+    asked = {event["url"] for event in events if "url" in event and event.get("initiator", ITS_OWN) != ITS_OWN}
+    return done.stdout, asked, [line for line in done.stderr.splitlines() if ":CONSOLE" in line]

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import shutil
+import subprocess
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -301,6 +302,46 @@ def test_cores_are_those_of_affinity_and_quota(tmp_path, monkeypatch, own, files
     assert cgroups.update_threads() == max(1, int(cores) - 1)
     assert cgroups.update_threads(4) == max(1, int(cores) - 9, int(cores) // 2)
     assert cache.chips_now(CPU, "F32")["cores"] == cores
+
+
+NVML = """
+#include <string.h>
+int nvmlInit_v2(void) { return 0; }
+int nvmlDeviceGetHandleByUUID(const char *uuid, char **gpu) { *gpu = strdup(uuid); return strncmp(uuid, "GPU-", 4); }
+int nvmlDeviceGetTotalEnergyConsumption(char *gpu, unsigned long long *millijoules) {
+  *millijoules = 6000000000ull;  // beyond 32 bits
+  return strcmp(gpu, "GPU-old") ? 0 : 3;
+}
+int nvmlDeviceGetCurrPcieLinkWidth(char *gpu, unsigned *lanes) { *lanes = 16; return 0; }
+"""
+
+
+@pytest.fixture(scope="module")
+def nvml(tmp_path_factory) -> str:
+    """A library that knows every GPU; those named old do not count energy, and none its power limit."""
+    if shutil.which("cc") is None:
+        pytest.skip("no C compiler here")
+    folder = tmp_path_factory.mktemp("nvml")
+    (folder / "nvml.c").write_text(NVML)
+    made = folder / "libnvml.so"
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", made, folder / "nvml.c"], check=True)
+    return str(made)
+
+
+@pytest.mark.parametrize(("uuids", "joules"), [
+    (["ab"], 6e6), (["ab", "cd"], 12e6), (["ab", "old"], math.nan), ([], math.nan),
+])  # fmt: skip
+def test_energy_is_the_sum_of_the_counters(nvml, uuids, joules):
+    assert host.Counters(uuids, nvml).joules() == pytest.approx(joules, nan_ok=True)
+
+
+def test_counters_that_are_missing_say_nothing(nvml):
+    known = host.Counters(["ab", "cd"], nvml)
+    assert known.read("nvmlDeviceGetCurrPcieLinkWidth") == [16, 16]
+    assert known.read("nvmlDeviceGetEnforcedPowerLimit") == []
+    for none in (host.Counters(["ab"], "/no/library.so"), host.counters(CPU)):
+        assert math.isnan(none.joules())
+        assert none.read("nvmlDeviceGetCurrPcieLinkWidth") == []
 
 
 def test_a_gpu_in_another_slot_or_at_another_power_limit_is_another(monkeypatch):
