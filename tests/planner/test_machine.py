@@ -324,7 +324,7 @@ def nvml(tmp_path_factory) -> str:
     folder = tmp_path_factory.mktemp("nvml")
     (folder / "nvml.c").write_text(NVML)
     made = folder / "libnvml.so"
-    subprocess.run(["cc", "-shared", "-fPIC", "-o", made, folder / "nvml.c"], check=True)
+    subprocess.run(["cc", "-shared", "-fPIC", "-o", made, folder / "nvml.c"], check=True, timeout=60)
     return str(made)
 
 
