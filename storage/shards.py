@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import mmap
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -17,12 +17,10 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import xxhash
-
 from trireme.storage import snapshots
 from trireme.storage.aio import then, together
 from trireme.storage.devices import Device
-from trireme.storage.files import StoreError, as_store_error, stream
+from trireme.storage.files import StoreError
 from trireme.storage.layout import Layout, round_up
 from trireme.storage.stripes import Stripe, stripe_tensors, stripe_turns
 from trireme.storage.untrusted import checksum
@@ -187,29 +185,3 @@ def _view(shard: Shard, buffer: Buffer) -> memoryview:
     view = memoryview(buffer).cast("B")
     assert len(view) == shard.layout.span, (len(view), shard.layout.span)
     return view
-
-
-def stream_shard(
-    dirs: Sequence[Path], snapshot: snapshots.Snapshot, name: str, layout: Layout
-) -> Iterator[tuple[int, memoryview]]:
-    """Yields (offset in the shard, bytes) of a snapshot whose store is not open; bytes are valid until the next.
-
-    `dirs`: the folders of the store, by device. Raises StoreError; Damaged after the last bytes of a file.
-    """
-    folder, known = snapshot.folder, snapshot.shards.get(name)
-    if known is None or known.layout != layout:
-        raise StoreError(errno.EINVAL, "is the state of another model, or in other shards", str(dirs[0] / folder))
-    for k, (stripe, expected) in enumerate(zip(known.stripes, known.sums, strict=True)):
-        path, total = dirs[stripe.device] / folder / snapshots.file_name(name, k), xxhash.xxh3_64()
-        try:
-            snapshots.check_header(path, stripe, snapshots.NO_WAY_BACK)
-        except OSError as e:
-            raise as_store_error(e, path) from e
-        for first, offset, n in stripe.segments:  # in the order of the file
-            at = first
-            for block in stream(path, len(stripe.header) + offset, n):
-                total.update(block)
-                yield at, block
-                at += len(block)
-        if total.hexdigest() != expected:
-            raise Damaged(errno.EIO, f"{DAMAGED}: {snapshots.NO_WAY_BACK}", str(path))

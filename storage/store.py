@@ -139,11 +139,9 @@ class Store(Shards):
         step: int,
         extra: dict[str, Any],
         meet: Callable[[], None] = lambda: None,
-        keep: int | None = None,
         progress: Callable[[int], object] = lambda _: None,
     ) -> None:
-        """Makes a snapshot with `extra` (JSON), then removes the oldest ones beyond `keep` (None: as the store was
-        made).
+        """Makes a snapshot with `extra` (JSON), then removes the oldest ones beyond `keep`.
 
         Writes that are in flight belong to the next snapshot. Calls progress(0) for each file that was made durable.
         `meet` returns when the stores of other hosts have this snapshot, too; if it raises, no snapshot is removed.
@@ -169,7 +167,7 @@ class Store(Shards):
         self.snapshots.append(snapshot)
         snapshots.publish(snapshot, self.paths[0])
         meet()
-        while len(self.snapshots) > (keep or self.keep):
+        while len(self.snapshots) > self.keep:
             snapshots.remove(self.snapshots[0], self.paths)
             self._versions.drop(self._held(self.snapshots.pop(0)))
 

@@ -19,8 +19,8 @@ from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from trireme.engine.amounts import count
 from trireme.engine.hosts.group import here
 from trireme.engine.run import config_file, record, screen
 from trireme.engine.run.after import hub
@@ -43,9 +43,6 @@ from trireme.storage.files import (
 from trireme.storage.store import Store
 from trireme.storage.untrusted import checksum, quoted
 
-if TYPE_CHECKING:
-    from trireme.engine.hosts.host_snapshots import RunSnapshot
-
 RUN, STATE, NOTE, REFERENCE = ".run", "state.json", "best.json", "reference.json"
 LOGS = ("config.yaml", "log.jsonl", "report.html", "trace.json")
 ADAPTER = "adapter_model.safetensors"
@@ -64,17 +61,18 @@ class Folder:
         self.out, self.run, self.stores, self.made = out, run, stores, made
         self.state = State("")
         self.store: Store | None = None
-        self.common: RunSnapshot | None = None  # of another number of hosts, from which the run goes on
 
     def begin(self, options: Options) -> None:
         """Makes the records of a new run."""
         if not here().host:
             here().meet()
-        self.note(State(here().texts(uuid.uuid4().hex)[0]))
+        self.note(State(here().texts(uuid.uuid4().hex)[0], here().hosts))
         self.write_config(options)
 
-    def reopen(self, options: Options) -> None:
-        """Reads the state of a run. Raises InputError if it is lost, or of a finished run, which is removed then."""
+    def reopen(self) -> None:
+        """Reads the state of a run. Raises InputError if it is lost, of another number of hosts, or of a finished run,
+        which is removed then.
+        """
         for path in (*self.out.iterdir(), *self.run.rglob("*")):
             if path.is_symlink():
                 raise InputError(f"{path} is a link, and a run would write where it leads. Remove it.")
@@ -82,10 +80,13 @@ class Folder:
         if state is None:
             way = f"restore it from a copy, or remove {quoted(self.out)} and start again"
             raise InputError(f"--resume {self.out}: {self.run / STATE} is lost or damaged: {way}.")
-        self.state = replace(state, id=here().texts(state.id)[0])
+        id, hosts = here().texts(f"{state.id} {state.hosts}")[0].split()
+        self.state = replace(state, id=id, hosts=int(hosts))
+        if here().hosts != self.state.hosts:
+            way = "Resume it with as many, or begin another from its OUT/step-N"
+            raise InputError(f"--resume {self.out}: the run is of {count(self.state.hosts, 'host')}. {way}.")
         if here().first(self.state.ended and not self.state.kept):
-            every = [path for paths in stores_by_host(options).values() for path in paths]
-            self.end(every if here().hosts == 1 else self.stores)
+            self.end(self.stores)
             raise InputError(f"--resume {self.out}: that run is finished. {further(self.out)}.")
 
     def write_config(self, options: Options) -> None:
@@ -161,7 +162,7 @@ class Folder:
         """
         if best_step is not None and self.best(best_step).is_dir():
             self.replace(self.out / "best", lambda folder: self.take_over(best_step, folder))
-        self.note(State(self.state.id, started=True, ended=True, kept=keep_state))
+        self.note(replace(self.state, started=True, ended=True, kept=keep_state))
         if not keep_state:
             self.end(self.stores)
 
@@ -254,7 +255,7 @@ def opened(options: Options) -> Iterator[Folder]:
             raise InputError(f"another process is at the run in {out}. Wait for its end, or name another --out.")
         folder = stack.enter_context(closing(Folder(out, run, stores(options), made)))
         try:
-            folder.reopen(options) if resumes else folder.begin(options)
+            folder.reopen() if resumes else folder.begin(options)
             yield folder
         except BaseException:
             log = out / "log.jsonl"
@@ -264,18 +265,10 @@ def opened(options: Options) -> Iterator[Folder]:
             raise
 
 
-def stores(options: Options, host: int | None = None) -> list[Path]:
-    """The folders of a host's store; None: of this host."""
-    number = here().host if host is None else host
-    part = f"host-{number}" if number else "."
+def stores(options: Options) -> list[Path]:
+    """The folders of this host's store."""
+    part = f"host-{here().host}" if here().host else "."
     return [Path(each) / part for each in options.store] or [Path(options.out) / RUN / part / "store"]
-
-
-def stores_by_host(options: Options) -> dict[int, list[Path]]:
-    """The folders of the stores of all hosts that can be reached from here."""
-    roots = (Path(options.out) / RUN, *map(Path, options.store))
-    numbers = {int(path.name[5:]) for root in roots for path in root.glob("host-*") if path.name[5:].isdecimal()}
-    return {host: stores(options, host) for host in sorted({0, *numbers})}
 
 
 # ---------------------------------------------------------------- what a folder is

@@ -246,8 +246,6 @@ class Run:
         if stopped():
             raise KeyboardInterrupt
         self.stop.loading = False
-        if self.place.common:
-            training.save_share(self.log.sync)
         if self.job.data.teacher:
             training.fixed = replace(training.fixed, teacher=self.job.data.teacher.key)
         if begun:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import asdict, dataclass, field, is_dataclass, replace
+from dataclasses import asdict, dataclass, field, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar, get_type_hints
 
@@ -75,19 +74,6 @@ class Fixed:
     reference: str = ""  # checksum of the reference's weights
     teacher: str = ""  # key of the teacher's scores
 
-    def on(self, host: int, hosts: int) -> Fixed:
-        """The same for another number of hosts. Raises InputError if they would update elsewhere."""
-        plan = self.plan
-        if hosts > 1 and any("gpu" in (unit.state, unit.update) for unit in plan.distinct.values()):
-            raise InputError(
-                f"the run updates state on the GPU, {hosts} hosts would on the CPU: continue with one host"
-            )
-        most = min(plan.hosts * plan.n_micro, math.ceil(self.batch_size / self.rows))
-        plan = replace(plan, hosts=1, host=0, n_micro=math.ceil(most / hosts))
-        if hosts > 1:
-            plan = replace(plan, mode="forward", gradients="ram", hosts=hosts, host=host)
-        return replace(self, plan=plan)
-
     @property
     def kept(self) -> dict[str, Any]:
         """What no plan of a resumed run may change."""
@@ -124,6 +110,7 @@ class State:
     """.run/state.json: the run's id, and how far it has come."""
 
     id: str
-    started: bool = False  # there was a snapshot
+    hosts: int = 1
+    started: bool = False  # there was a snapshot that all hosts have
     ended: bool = False  # the output is complete: only .run and the store are left to be removed
     kept: bool = False  # ended, and these stay, so that the run can be extended

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
@@ -17,7 +18,6 @@ from trireme.engine.build import Engine, build
 from trireme.engine.exchange import LARGEST_F16, Exchange, Kept
 from trireme.engine.hosts.gather import masters
 from trireme.engine.hosts.group import here
-from trireme.engine.hosts.host_snapshots import HostSnapshot, last_common, load_share, readable
 from trireme.engine.planner.host import computed_by, hold_to
 from trireme.engine.planner.machine import drive_speeds, note_pinned
 from trireme.engine.queues.real import RealQueues
@@ -25,10 +25,10 @@ from trireme.engine.queues.watchdog import leave, patience, watched
 from trireme.engine.run import config_file, record, screen
 from trireme.engine.run.after import hub
 from trireme.engine.run.evaluate import Evaluator
-from trireme.engine.run.folder import KNOWN, Folder, Save, stores_by_host
+from trireme.engine.run.folder import RUN, Folder, Save
 from trireme.engine.run.job import Job
 from trireme.engine.run.options import Options
-from trireme.engine.run.record import Progress, Snapshot, State
+from trireme.engine.run.record import Progress, Snapshot
 from trireme.engine.tuning.adapters import WEIGHTS, save_adapter
 from trireme.engine.tuning.base import CheckpointBase, check_unchanged, stamps
 from trireme.engine.tuning.cached import Cached
@@ -49,37 +49,33 @@ Stopped = Callable[[], bool]
 
 
 def snapshot_of(folder: Folder, options: Options) -> Snapshot | None:
-    """Opens the store of a resumed run at the last snapshot that all hosts have; None before the first. That of another
-    number of hosts is folder.common. Raises StoreError, InputError.
+    """Opens the store of a resumed run at the last snapshot that all hosts have; None before the first. Raises
+    StoreError, InputError.
     """
-    group, run = here(), folder.state.id
     lost = next((path for path in folder.stores if not (path / folders.IDENTITY).exists()), None)
     if lost is not None and folder.state.started:
         way = f"If it has moved: --store DIR. If it is lost, remove {quoted(folder.out)} and start again"
         raise InputError(f"--resume {folder.out}: its store is not in {lost}. Is its drive mounted? {way}.")
     with suppress(NoSnapshot):
         if lost is None:
-            folder.store = Store.open(folder.stores, options.keep, say=screen.warn, run=run)
-    every = [HostSnapshot(group.host, folder.stores, each) for each in folder.store.snapshots] if folder.store else []
-    for host, dirs in stores_by_host(options).items():
-        every += readable(host, dirs, run) if host != group.host else []
-    common = last_common(group, every, folder.state.started, folder.out)
-    own = common.by_host.get(group.host) if common else None
-    if folder.store and own:
-        folder.store.go_back(own.snapshot.sequence)
-    elif folder.store:  # of a moment that not all had
+            folder.store = Store.open(folder.stores, options.keep, say=screen.warn, run=folder.state.id)
+    sequences = {each.step: each.sequence for each in folder.store.snapshots} if folder.store else {}
+    of_hosts = [json.loads(text) for text in here().texts(json.dumps([folder.state.started, [*sequences]]))]
+    last = max(set(sequences).intersection(*(steps for _, steps in of_hosts)), default=None)
+    if folder.store and last is not None:
+        folder.store.go_back(sequences[last])
+        return record.of(Snapshot, folder.store.snapshots[-1].extra, f"--resume {folder.out}: its snapshot")
+    latest = [max(steps, default=0) for _, steps in of_hosts]
+    if any(latest) and any(started for started, _ in of_hosts):
+        way = f"Restore its part of {folder.out / RUN} and of --store from a copy, or start again"
+        raise InputError(
+            f"--resume {folder.out}: host {latest.index(min(latest))} has no snapshot that the others have. {way}."
+        )
+    if folder.store:  # of a moment that not all had
         folder.store.remove()
         folder.store = None
-    if common is None:
-        screen.say("no snapshot yet: starts from the beginning")
-        return None
-    extra = (own or common.by_host[0]).snapshot.extra
-    snapshot = record.of(Snapshot, extra, f"--resume {folder.out}: its snapshot")
-    if common.key.hosts == group.hosts:
-        return snapshot
-    folder.common = common
-    progress = snapshot.progress if own else replace(snapshot.progress, written=0)
-    return replace(snapshot, progress=progress, fixed=snapshot.fixed.on(group.host, group.hosts))
+    screen.say("no snapshot yet: starts from the beginning")
+    return None
 
 
 class Training:
@@ -162,7 +158,7 @@ class Training:
         if reason := host_adamw.why_slow():
             screen.warn(f"AdamW runs in torch on the CPU, several times slower: {reason}")
         e.placement.space.claim(self.store.devices)
-        if self.begun is None or self.folder.common:
+        if self.begun is None:
             self.store.clear()
             for shard in e.placement.shards():
                 self.store.add(shard.name, shard.layout, weights=shard.entry.kind == "weights")
@@ -194,12 +190,12 @@ class Training:
 
     def load_snapshot(self, stopped: Stopped) -> None:
         """Fills the engine with the last snapshot, and what is frozen from the checkpoint."""
-        placement, common = self.engine.placement, self.folder.common
-        if self.sums and not common:  # the model before training is there, which was needed once more
+        placement = self.engine.placement
+        if self.sums:  # the model before training is there, which was needed once more
             self.store.restore()
         with loading("loading", placement.nbytes(), stopped) as progressed:
             try:
-                load_share(placement, common, progressed) if common else load_from_store(placement, progressed)
+                load_from_store(placement, progressed)
             except Damaged as damage:
                 way = way_back(self.store.paths[0] / self.store.snapshots[-1].folder)
                 raise StoreError(damage.errno, f"{DAMAGED}. {way}", damage.filename) from damage
@@ -240,16 +236,7 @@ class Training:
         if not (self.store.snapshots and self.store.snapshots[-1].step == self.progress.step):
             self._commit(log)
 
-    def save_share(self, log: Callable[[], int]) -> None:
-        """Makes the first snapshot of another number of hosts, then removes what former hosts have left."""
-        self._commit(log, keep=1)
-        gone = {} if here().host else {h: d for h, d in stores_by_host(self.job.options).items() if h >= here().hosts}
-        for host, dirs in gone.items():
-            with self.watched("removing what other hosts left"):
-                folders.discard([path for path in dirs if folders.run_of(path) == self.folder.state.id])
-                self.folder.discard(self.folder.run / f"host-{host}", KNOWN)
-
-    def _commit(self, log: Callable[[], int], keep: int | None = None) -> None:
+    def _commit(self, log: Callable[[], int]) -> None:
         done, placement = self.progress, self.engine.placement
         with screen.clock().at("snapshots"), self.watched("snapshot"):
             with screen.working("saving", placement.nbytes(everything=False)) as progressed:
@@ -257,8 +244,8 @@ class Training:
                 done.log = log()
                 now = replace(done, written=self.written)
                 snapshot = Snapshot(now, self.fixed, config_file.saved(self.job.options), computed_by(self.job.device))
-                self.store.commit(done.step, asdict(snapshot), here().meet, keep, progressed)
-            self.folder.note(State(self.folder.state.id, started=True))
+                self.store.commit(done.step, asdict(snapshot), here().meet, progressed)
+            self.folder.note(replace(self.folder.state, started=True))
             self.folder.drop_best(done.best_step)
 
     def keep_best(self) -> None:

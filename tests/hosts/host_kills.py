@@ -84,7 +84,7 @@ def whole(bench: Bench, kind: str) -> Whole:
 
 
 def trial(bench: Bench, wholes: dict[str, Whole], seed: int) -> Trial:
-    """A run of two hosts of which one is killed, then continued on one to three as the messages say."""
+    """A run of two hosts of which one is killed, then continued as the messages say."""
     dice, kind, victim = random.Random(seed), [*wholes][seed % len(wholes)], seed // len(wholes) % 2
     made, known = Trial(seed, f"hosts {kind}"), wholes[kind]
     folder = bench.folder / f"hosts-{seed}"
@@ -101,7 +101,7 @@ def trial(bench: Bench, wholes: dict[str, Whole], seed: int) -> Trial:
         if ended or (argv[0] == "--resume" and -signal.SIGKILL not in codes):
             break
         if -signal.SIGKILL not in codes and any(re.search(r"--resume ", text) for text in said):
-            argv, hosts = ["--resume", str(out)], dice.choice([2, 2, 1, 3])
+            argv = ["--resume", str(out)]
         codes, said, _ = go(argv, hosts, folder)
     if not ended:
         made.wrong = f"{argv[0]} on {hosts}: exit {codes}: {[text.strip().splitlines()[-1:] for text in said]}"

@@ -10,10 +10,8 @@ from runs import Hosts
 
 from trireme.engine.hosts import group
 from trireme.engine.hosts.group import LostHost, Place
-from trireme.engine.hosts.host_snapshots import HostSnapshot, Key, last_common
 from trireme.engine.run import cli
 from trireme.models.config import InputError
-from trireme.storage.snapshots import Snapshot
 
 
 @pytest.fixture
@@ -199,49 +197,6 @@ def test_the_environment_of_torchrun_or_slurm_is_a_place(monkeypatch, environmen
     with pytest.raises(InputError) as refused:
         group.place()
     assert str(refused.value).startswith(f"{expected} of the environment ")
-
-
-class Hears(group.Alone):
-    """Host 0 of some that say these texts."""
-
-    def __init__(self, *others: str):
-        self.others, self.hosts = others, 1 + len(others)
-
-    def texts(self, text):
-        return [text, *self.others]
-
-
-def snapshot(host: int, step: int, hosts: int) -> HostSnapshot:
-    extra = {"fixed": {"plan": {"hosts": hosts, "host": host}, "data": "x"}}
-    return HostSnapshot(host, [], Snapshot(1, step, extra, {}, {}))
-
-
-@pytest.mark.parametrize(
-    ("here", "there", "expected"),
-    [
-        ([(0, 2, 2), (0, 4, 2)], [(1, 2, 2)], (2, 2)),  # host 1 was killed before it had step 4
-        ([(0, 2, 2), (1, 2, 2)], [(1, 2, 2)], (2, 2)),
-        ([(0, 2, 3), (1, 2, 3), (2, 2, 3)], [(0, 2, 3), (1, 2, 3), (2, 2, 3)], (2, 3)),
-        ([(0, 2, 1)], [(0, 2, 1)], (2, 1)),
-        ([(0, 2, 1)], [], "host 1 cannot read that of host 0"),
-        ([(0, 2, 3), (1, 2, 3)], [(2, 2, 3)], "host 0 cannot read that of host 2"),
-        ([(0, 4, 2)], [], None),  # killed before all had one
-        ([], [], None),
-    ],
-)
-def test_hosts_go_on_with_the_last_snapshot_that_all_can_read(tmp_path, here, there, expected):
-    here, others = ([snapshot(*one) for one in several] for several in (here, there))
-    group = Hears(f"[true, {[[each.host, *each.key] for each in others]}]".replace("'", '"'))
-    if isinstance(expected, str):
-        with pytest.raises(InputError, match=expected):
-            last_common(group, here, True, tmp_path)
-        return
-    found = last_common(group, here, True, tmp_path)
-    assert (found and (found.key.step, found.key.hosts)) == expected
-
-
-def test_a_snapshot_of_another_version_is_one_of_its_own():
-    assert HostSnapshot(0, [], Snapshot(1, 4, {"fixed": 1}, {}, {})).key == Key(4, 1, "")
 
 
 @pytest.mark.parametrize(("visible", "taken"), [(None, "1"), ("4,5,6,7", "5,7"), ("4,5,6", "5"), ("", "")])
