@@ -76,7 +76,7 @@ def _decisions(f: Forecast, row: str, names: Mapping[Tier, str]) -> str:
     if row == "gradients":
         return f"   updates overlap {'the next forward' if plan.mode == 'forward' else 'backward'}"
     if row == BEST:
-        return "   written to OUT/best with each snapshot, and at the end"
+        return "   written with each snapshot, and at the end"
     if row == "activations":
         saving = sum(bool(u.saved) for u in plan.units)
         if saving == 0:

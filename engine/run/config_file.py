@@ -73,7 +73,7 @@ def read(path: Path, text: str) -> tuple[dict[str, Any], frozenset[str]]:
 
 
 def of_run(path: Path) -> Options | None:
-    """The options of the run that wrote a model into `path`: its OUT, or OUT/best, OUT/step-N, OUT/merged."""
+    """The options of the run that wrote a model into `path`: its OUT, OUT/step-N or OUT/merged."""
     for file in (path / "config.yaml", path.absolute().parent / "config.yaml"):
         if is_own(file):
             return Options.of(read(file, text_of(file))[0], f"{file}: ")

@@ -1,7 +1,7 @@
 """A run's folder. What is output lies in OUT; all that the run needs until its end in OUT/.run, which is removed then.
 
     OUT/config.yaml log.jsonl report.html   from the beginning
-    OUT/step-N best merged, the checkpoint  complete under these names, or not there
+    OUT/step-N merged, the checkpoint       complete under these names, or not there
     OUT/.run/state.json                     the run's id; `ended` once the output is complete
     OUT/.run/store tokens teacher reference.json best-N host-N
 
@@ -134,14 +134,12 @@ class Folder:
                 return all(sum == before for sum, before in zip(sums, note.files.values(), strict=True))
         return False
 
-    def take_over(self, step: int | None, out: Path) -> dict[str, str]:
-        """Gives `out` the files of the best, by hard links if the drive has them. May be killed and repeated. Returns
-        their checksums.
-        """
+    def take_over(self, step: int | None) -> None:
+        """Gives OUT the files of the best, by hard links if the drive has them. May be killed and repeated."""
         folder, note = self.best(step), record.read(self.best(step) / NOTE, Best)
         assert note is not None
         for name in note.files:
-            target = out / name
+            target = self.out / name
             target.parent.mkdir(exist_ok=True, parents=True)
             part = partial_of(target)
             part.unlink(missing_ok=True)
@@ -152,16 +150,11 @@ class Folder:
             part.replace(target)
             part.unlink(missing_ok=True)  # a rename to another link of the same file leaves both
             sync_folder(target.parent)
-        return note.files
 
     # ------------------------------------------------------------ the end
 
-    def finish(self, keep_state: bool, best_step: int | None) -> None:
-        """Makes OUT/best of the best weights of `best_step`, and removes all but the output, which is complete. If
-        killed, `reopen` repeats it.
-        """
-        if best_step is not None and self.best(best_step).is_dir():
-            self.replace(self.out / "best", lambda folder: self.take_over(best_step, folder))
+    def finish(self, keep_state: bool) -> None:
+        """Removes all but the output, which is complete. If killed, `reopen` repeats it."""
         self.note(replace(self.state, started=True, ended=True, kept=keep_state))
         if not keep_state:
             self.end(self.stores)

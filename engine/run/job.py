@@ -168,7 +168,7 @@ def make(o: Options, begun: Snapshot | None = None, by_rule: bool = False) -> Jo
     if begun and work.steps < begun.progress.step:
         at = f"the run is at step {begun.progress.step:,}"
         raise InputError(f"--resume {o.out}: {at}. Give more: --max-steps or --epochs.")
-    files, limits = files_of(o, opened, data, work), planner.limits_for(work.sequences)
+    files, limits = files_of(o, opened, work), planner.limits_for(work.sequences)
     with clock.at("probe"):
         machine = assumed or this_machine(device, planner.dtype, limits, stores, opened.cfg.fp8, opened.cfg.scan)
         if group.hosts > 1:
@@ -365,7 +365,7 @@ def in_force(o: Options, cfg: ModelConfig, plan: Plan) -> Options:
 # ---------------------------------------------------------------- drives
 
 
-def files_of(o: Options, opened: opening.Opened, data: Dataset | None, work: Work) -> Files:
+def files_of(o: Options, opened: opening.Opened, work: Work) -> Files:
     """What the run has on drives, and will have, besides training state."""
     cfg, source, out = opened.cfg, opened.source, Path(o.out)
     held = [file for d in folder.stores(o) for file in version_files(d)]
@@ -374,7 +374,7 @@ def files_of(o: Options, opened: opening.Opened, data: Dataset | None, work: Wor
     return Files(
         export=4 * sum(map(math.prod, adapter_shapes(cfg).values())) if cfg.lora else source.nbytes,
         merged=source.nbytes * o.merge,
-        best=data is not None and data.held_out is not None,
+        best=o.export == "best",
         existing=sum(file.stat().st_blocks * 512 for file in held),
         keep=o.keep,
         apart=o.export_every.times(0, work.steps),

@@ -31,7 +31,6 @@ KEPT = (*page.DRAWN, "step_time_s", "tokens", "trained_tokens", "eval_time_s", "
 PLACES = 4  # decimals to which figures are compared, as lines show them
 CHANCE = 0.5  # accuracy on pairs by a model for which they are ties: 0 in the log
 PAIRS = "accuracy of pairs"
-HOW = "Log in with `wandb login`, or set WANDB_MODE=offline"
 SHOWN = {"ce": "ce", "kl": "kl", "accuracy": "accuracy", "rewards/accuracies": "accuracy", "rewards/margins": "margin"}
 
 
@@ -92,6 +91,8 @@ class Log:
         screen.clear()
         self.sync()
         os.close(self.fd)
+        for _, end in self.trackers:
+            works(end)
 
     def draw(self, facts: page.Facts) -> None:
         """Writes report.html."""
@@ -206,22 +207,17 @@ def changes(
 # ---------------------------------------------------------------- trackers
 
 
-@contextmanager
-def trackers(o: Options, id: str) -> Iterator[list[Tracker]]:
-    """A context with the trackers of --log, started before anything takes time. `id`: of the run. Raises InputError."""
+def trackers(o: Options, id: str) -> list[Tracker]:
+    """Starts the trackers of --log. `id`: of the run. Raises InputError."""
     started = list[Tracker]()
-    try:
-        for name in o.log:
-            try:
-                started += [STARTS[name](o, id)] if name in STARTS else []
-            except Exception as error:
-                absent, first = isinstance(error, ImportError), (str(error).strip() or repr(error)).splitlines()[0]
-                why, way = (f"{name} is not installed", f"pip install {name}") if absent else (first, HOW)
-                raise InputError(f"--log {name}: {why.rstrip('.')}. {way}, or leave it out.") from None
-        yield started
-    finally:
-        for _, close in started:
-            works(close)
+    for name in o.log:
+        try:
+            started += [STARTS[name](o, id)] if name in STARTS else []
+        except Exception as error:
+            first = (str(error).strip() or repr(error)).splitlines()[0].rstrip(".")
+            way = f"Install it (pip install {name}), log in to it, or leave it out"
+            raise InputError(f"--log {name}: {first}. {way}.") from None
+    return started
 
 
 def works(call: Callable[[], object]) -> bool:

@@ -54,7 +54,7 @@ BUSY = 0.5  # share of a step from which a drive's rate is known
 EXAMPLES = 8  # in report.html
 
 
-class Interrupted(Exception):
+class Interrupted(KeyboardInterrupt):
     """The run was asked to stop, and is saved."""
 
 
@@ -95,15 +95,15 @@ def train(options: Options, others: Sequence[Tracker] = ()) -> Path:
         if options.dry_run:
             prepared(options, begun)
             return out
-        with trackers(options, place.state.id) as own:
-            job, lines = prepared(options, begun)
-            if place.state.kept and begun and job.total_steps <= begun.progress.step:
-                done = f"the run is finished at step {begun.progress.step:,}"
-                raise InputError(f"--resume {out}: {done}. To go on, give more: --epochs N or --max-steps N.")
-            place.write_config(job.options)
-            job = with_teacher(job, place, begun)
-            screen.forgive()
-            Run(Training(job, place, begun), [*others, *own], lines).go()
+        own = trackers(options, place.state.id)  # before anything takes time
+        job, lines = prepared(options, begun)
+        if place.state.kept and begun and job.total_steps <= begun.progress.step:
+            done = f"the run is finished at step {begun.progress.step:,}"
+            raise InputError(f"--resume {out}: {done}. To go on, give more: --epochs N or --max-steps N.")
+        place.write_config(job.options)
+        job = with_teacher(job, place, begun)
+        screen.forgive()
+        Run(Training(job, place, begun), [*others, *own], lines).go()
     if options.push and not here().host:
         screen.say(f"push     to {options.push}; if that fails, again: trireme push {quoted(out)} {options.push}")
         push.upload(out, options.push)
@@ -117,13 +117,9 @@ def check_paths(o: Options) -> None:
         path = getattr(o, name)
         if path and path not in TEMPLATES and not hub.name_of(path) and not Path(path).exists():
             raise InputError(f"{flag(name)} {path}: there is no such file or folder.")
-    for text in o.data:
-        if text != "-" and not hub.name_of(text, of_data=True):
-            find(text)
-    if o.val and not hub.name_of(o.val, of_data=True):
-        parse_val(o.val)
-    if o.general and not hub.name_of(o.general, of_data=True):
-        find(o.general)
+    for text, look in (*((text, find) for text in o.data), (o.val, parse_val), (o.general, find)):
+        if text not in (None, "-") and not hub.name_of(text, of_data=True):
+            look(text)
     if o.out and not (o.resume or o.dry_run or here().host):
         folder.check_free(Path(o.out))
     if o.model and not hub.name_of(o.model):
@@ -234,8 +230,8 @@ class Run:
     def load(self) -> None:
         """Loads the engine. A signal takes effect between two pieces, when no request to a drive is in flight."""
         training, begun, stopped = self.training, self.training.begun, lambda: self.stop.asked
-        if begun and here().first(not here().host and not self.place.holds_best(self.done.best_step)):
-            self.lose_best()
+        if begun and self.job.options.export == "best":
+            self.check_best()
         with screen.clock().at("load"), training.watched("loading"):
             training.build(stopped)
             if not begun:
@@ -251,14 +247,12 @@ class Run:
         if begun:
             screen.say(f"resumed at step {self.done.step:,}")
 
-    def lose_best(self) -> None:
-        """Goes on without the best weights. Raises InputError if they may become the output."""
-        o, what = self.job.options, f"the best weights, in {self.place.best(self.done.best_step)}, are lost or changed"
-        if o.export == "best":
+    def check_best(self) -> None:
+        """Raises InputError if the best weights, which may become the output, are not there as they were written."""
+        if here().first(not here().host and not self.place.holds_best(self.done.best_step)):
+            where = self.place.best(self.done.best_step)
             way = "Restore them from a copy, or let the last weights be the output: --export last"
-            raise InputError(f"--resume {o.out}: {what}. {way}.")
-        screen.warn(f"{what}: OUT/best will be of a later evaluation")
-        self.done.best = self.done.best_step = None
+            raise InputError(f"--resume {self.place.out}: the best weights are not whole in {where}. {way}.")
 
     def steps(self, ahead: Ahead[int, list[InRam]]) -> None:
         done, o, total, training = self.done, self.job.options, self.job.total_steps, self.training
@@ -413,7 +407,8 @@ class Run:
             done.worse = 0 if is_best and not above else done.worse + 1
             if is_best:
                 done.best, done.best_step = loss, done.step
-                training.keep_best()
+                if job.options.export == "best":
+                    training.keep_best()
             note = f" (before training {start:.4f})" if above else f" (best {done.best:.4f})"
             note = " (best)" if is_best and not above else note
         self.evaluated, done.evaluated = time.monotonic(), done.step
@@ -485,18 +480,16 @@ class Run:
             screen.say(f"stopped  at step {done.step:,} of {job.total_steps:,}: {worse} without a lower eval_loss")
         training.apply_updates()
         self.evaluate()
-        if o.export != "best" or done.best_step is None:
+        best = o.export == "best" and done.best_step is not None
+        is_last = not best or done.best_step == done.step
+        if not best:
             self.evaluate_general()
-        is_last = done.best_step == done.step
-        best = o.export == "best" and done.best_step is not None and not is_last
         if o.keep_state:
             training.save(self.log.sync)
-        if best or (is_last and not training.best_kept):
+        if best and not (is_last and training.best_kept):
             training.export_best()
         else:
             training.export()
-            if not is_last:
-                training.write_best()
         nothing_better, result = self.compared()
         if nothing_better:
             screen.warn("on held-out rows nothing is better than before training. Lower --lr, or look at the data")
@@ -504,29 +497,28 @@ class Run:
             screen.say(line)
         data, stopped = job.data.held_out or job.data, lambda: self.stop.leaving
         with training.watched("samples"):
-            samples = training.evaluator.samples(data, job.opened.codec, 0 if best else 3, stopped)
+            samples = training.evaluator.samples(data, job.opened.codec, 3 if is_last else 0, stopped)
         for prompt, text, ended in samples:
             shortened = prompt if len(prompt) <= 80 else f"...{prompt[-80:]}"
             screen.say(f"sample   {shortened!r} -> {text!r}{'' if ended else ' ...'}")
-        aside = None if best or is_last else done.best_step
         with screen.clock().at("close"), training.watched("close"):
             training.close()
             self.log.sync()
             self.draw()  # the last file that a kill could leave half written
             here().meet()  # hosts besides the first have nothing that is output
-            self.place.finish(o.keep_state, aside if not here().host else None)
-        for line in self.about_output(aside) if not here().host else ():
+            self.place.finish(o.keep_state)
+        for line in self.about_output() if not here().host else ():
             screen.say(line)
         screen.say(f"took     {took_line(screen.clock())}")
 
-    def about_output(self, aside: int | None) -> list[str]:
+    def about_output(self) -> list[str]:
         """What the run has made, and what to do with it."""
         o, out, job = self.job.options, quoted(self.job.out), self.job
         names = sorted(path.name + "/" * path.is_dir() for path in job.out.iterdir() if not path.name.startswith("."))
         lines = [f"output   {out}: {', '.join(names)}; written, read back, compared"]
-        if aside is not None:
-            which = f"eval_loss {self.done.best:.4f} at step {aside:,}"
-            lines.append(f"best     {out}/best: {which}; to be the output: --export best")
+        if o.export != "best" and self.done.best_step not in (None, self.done.step):
+            which = f"eval_loss was {self.done.best:.4f} at step {self.done.best_step:,}"
+            lines.append(f"best     {which}: with --export best such weights are the output")
         codec = job.opened.codec
         chats = TEMPLATE in job.source.auxiliary or (codec is not None and codec.facts.template is not None)
         how = f"sample {out} --chat" if chats else f"sample {out} --prompt TEXT"

@@ -282,7 +282,7 @@ class Training:
         self.write_best()
         if not here().host:
             with screen.clock().at("export"), self.watched("export"):
-                self.folder.take_over(self.progress.best_step, self.job.out)
+                self.folder.take_over(self.progress.best_step)
         self._merge()
 
     def _export(self, write: Callable[[Save], object], kept: Kept | None = None) -> None:

@@ -7,34 +7,10 @@ _here = Path(__file__).resolve().parent
 if _here.name == "command":  # of a clone, whose root has the folders
     __path__[:] = [str(_here), str(_here.parents[1])]
 
-__all__ = [
-    "DeviceError",
-    "DoesNotFit",
-    "Error",
-    "InputError",
-    "Interrupted",
-    "Plan",
-    "Run",
-    "evaluate",
-    "finetune",
-    "plan",
-    "sample",
-]
+__all__ = ["Error", "Plan", "Run", "evaluate", "finetune", "plan", "sample"]
 
 if TYPE_CHECKING:
-    from trireme.engine.run.after.python import (
-        DeviceError,
-        DoesNotFit,
-        Error,
-        InputError,
-        Interrupted,
-        Plan,
-        Run,
-        evaluate,
-        finetune,
-        plan,
-        sample,
-    )
+    from trireme.engine.run.after.python import Error, Plan, Run, evaluate, finetune, plan, sample
 else:
 
     def __getattr__(name: str) -> Any:

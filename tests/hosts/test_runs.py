@@ -90,13 +90,13 @@ def test_fp32_masters_that_hosts_share_are_written_as_by_one(folder, what, monke
     real, of_steps = Evaluator.loss, cycle([9.0, 5.0, 3.0, 4.0])
     monkeypatch.setattr(Evaluator, "loss", lambda *args: (next(of_steps), real(*args)[1]))
     outs = [folder / f"masters-{hosts}-{len(what)}" for hosts in (1, 2)]
-    more = "--dtype", "bf16", "--max-steps", "3", "--export-every", "2", "--eval-every", "1", *what
+    more = "--dtype", "bf16", "--max-steps", "3", "--export-every", "2", "--eval-every", "1", "--export", "best", *what
     argvs = [command(folder, out, *more) for out in outs]
     assert alone(argvs[0]) == [0]
     run = Run(outs[1], 2, argvs[1])
     assert run.ended() == [0, 0], run.errors()
     written = {path.relative_to(outs[0]) for path in outs[0].rglob("*.safetensors")}
-    assert {path.parent.name for path in written} >= {"", "step-2", "best", *["merged"] * bool(what)}
+    assert {path.parent.name for path in written} >= {"", "step-2", *["merged"] * bool(what)}
     for path in written:
         assert (outs[0] / path).read_bytes() == (outs[1] / path).read_bytes(), path
 

@@ -178,7 +178,7 @@ def test_a_moved_run_goes_on(stopped_run, uninterrupted, tmp_path):
     assert (weights(moved), losses(moved)) == uninterrupted
 
 
-@pytest.mark.parametrize("name", ["step-3", "best", "log.jsonl", ".run/best-2", ".run/store/files/a.safetensors"])
+@pytest.mark.parametrize("name", ["step-3", "log.jsonl", ".run/best-2", ".run/store/files/a.safetensors"])
 def test_a_link_in_a_run_is_refused_and_not_followed(stopped_run, tmp_path, name):
     run, theirs = tmp_path / "run", tmp_path / "theirs"
     shutil.copytree(stopped_run.out, run)

@@ -1,4 +1,4 @@
-"""A finished model: a checkpoint, a run's output, its best or step-N, or an adapter with its base.
+"""A finished model: a checkpoint, a run's output or step-N, or an adapter with its base.
 
 An engine without gradients computes it; weights that do not fit in RAM are read from the model's own files.
 """
@@ -104,7 +104,7 @@ def open_finished(name: str, model: str | None = None) -> Finished:
         raise InputError(f"{name or 'no model'}: no such folder. Name a checkpoint, an adapter, or a run's output.")
     is_adapter, run = bool(model) or (path / CONFIG).is_file(), config_file.of_run(path) or Options()
     if not is_adapter and (path / folder.RUN).is_dir() and not (path / "config.json").is_file():
-        raise InputError(f"{name}: that run is not finished. --resume {name} continues it; best, step-N are models.")
+        raise InputError(f"{name}: that run is not finished. --resume {name} continues it; OUT/step-N are models.")
     if is_adapter and run.base:
         screen.warn(f"the run quantized the checkpoint (--base {run.base}); here it is read as it is: numbers differ")
     base = Path(hub.base_for(path, model)) if is_adapter else path

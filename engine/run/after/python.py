@@ -1,6 +1,4 @@
-"""Trireme from Python: the options of the command line as keyword arguments, results as data, one exception for each
-exit code.
-"""
+"""Trireme from Python: options of the command line as keyword arguments, results as data, one exception."""
 
 from __future__ import annotations
 
@@ -22,46 +20,28 @@ Names = str | Path | Sequence[str | Path]
 Record = dict[str, Any]
 Prompt = str | Sequence[Mapping[str, Any]]  # a text, or messages
 
+os.environ.update(cli.ENVIRONMENT | os.environ)  # before torch is loaded, whose threads read it
+SHORT = ("model ", "steps ", "disk ", "time ", "ready ")  # lines of a report that a plan shows
+
 
 class Error(Exception):
-    """The line that the command would print."""
+    """The line that the command would print, and `code`, its exit code: 2 options, data or a checkpoint are wrong; 3 it
+    does not fit; 4 a drive failed or is full; 130 a signal asked to stop, and the run is saved if a step was done.
+    """
 
-
-class InputError(Error):
-    """Options, data or a checkpoint are wrong. The command's exit code is 2."""
-
-
-class DoesNotFit(Error):
-    """Memory or drives are too small: 3."""
-
-
-class DeviceError(Error):
-    """A drive failed or is full: 4."""
-
-
-class Interrupted(Error):
-    """A signal asked to stop: 130. The run is saved if a step was done."""
-
-
-os.environ.update(cli.ENVIRONMENT | os.environ)  # before torch is loaded, whose threads read it
-KINDS = {2: InputError, 3: DoesNotFit, 130: Interrupted}
-SHORT = ("model ", "steps ", "disk ", "time ", "ready ")  # lines of a report that a plan shows
+    def __init__(self, line: str, code: int):
+        super().__init__(line)
+        self.code = code
 
 
 @contextmanager
 def _calling(show: bool = False) -> Iterator[None]:
-    """A context of one call: with `show` it prints as the command does; errors become those of this module."""
-    failure: Error | None = None
+    """A context of one call: with `show` it prints as the command does; errors become Error."""
     with screen.to(sys.stdout if show else io.StringIO()):
         try:
             yield
-        except Error:
-            raise
         except BaseException as error:
-            message, code = cli.explained(error)  # raises what is a bug
-            failure = KINDS.get(code, DeviceError)(message)
-    if failure:
-        raise failure from None
+            raise Error(*cli.explained(error)) from None  # raises what is a bug
 
 
 # ---------------------------------------------------------------- results
@@ -74,19 +54,6 @@ class Run:
     folder: Path  # the checkpoint, or the adapter
     losses: list[tuple[int, float]]  # (step, loss)
     evaluations: list[tuple[int, float]]  # (step, loss on --val); step 0: before training
-
-    @property
-    def best(self) -> tuple[int, float] | None:
-        """The evaluation with the lowest loss."""
-        return min(self.evaluations, key=lambda pair: pair[1], default=None)
-
-    def sample(self, prompt: Any, **options: Any) -> Any:
-        """As the function `sample`, for the run's folder."""
-        return sample(self.folder, prompt, **options)
-
-    def evaluate(self, data: Names, **options: Any) -> Any:
-        """As the function `evaluate`, for the run's folder."""
-        return evaluate(self.folder, data, **options)
 
     def __repr__(self) -> str:
         change = lambda pairs: f"{pairs[0][1]:.4f} -> {pairs[-1][1]:.4f}" if pairs else "none"
@@ -110,30 +77,21 @@ class Plan(SimpleNamespace):
 
 
 def finetune(*, on_step: Callable[[Record], object] | None = None, show: bool = True, **options: Any) -> Run:
-    """Trains. `on_step` gets the log.jsonl record of each step and evaluation, and ends the run by an exception;
-    `show`: print as the command does.
-
-    Raises InputError, DoesNotFit, DeviceError, Interrupted.
+    """Trains. `on_step` gets the log.jsonl record of each step and evaluation; `show`: print as the command
+    does. Raises Error.
     """
     from trireme.engine.run.log import read_log  # late: torch takes seconds
-    from trireme.engine.run.loop import Interrupted as Stopped
     from trireme.engine.run.loop import train
 
     with _calling(show):
-        o = cli.of_a_run(options)
-        if o.dry_run or o.demo:
-            raise InputError("finetune trains; a dry run is trireme.plan(...), the demo is on the command line.")
-        try:
-            out = train(o, [(lambda record: on_step(dict(record)), lambda: None)] if on_step else ())
-        except Stopped:
-            raise Interrupted("interrupted; finetune(resume=OUT) continues the run") from None
-    records = list(read_log(out / "log.jsonl"))
+        out = train(cli.of_a_run(options), [(on_step, lambda: None)] if on_step else ())
+        records = list(read_log(out / "log.jsonl"))
     pairs = lambda name: [(record["step"], record[name]) for record in records if name in record]
     return Run(out, pairs("loss"), pairs("eval_loss"))
 
 
 def plan(**options: Any) -> Plan:
-    """A dry run. Raises InputError, DoesNotFit."""
+    """A dry run. Raises Error."""
     from trireme.engine.run import folder, report  # late: torch takes seconds
     from trireme.engine.run.after import hub
     from trireme.engine.run.job import make
@@ -145,7 +103,7 @@ def plan(**options: Any) -> Plan:
 
 def sample(folder: str | Path, prompt: Prompt | Sequence[Prompt], **options: Any) -> Any:
     """The answer to a prompt, which is a text or a list of messages; of a list of prompts a list of answers, for which
-    the model is loaded once. Raises InputError, DoesNotFit, DeviceError.
+    the model is loaded once. Raises Error.
     """
     from trireme.engine.run.after.sample import speaking  # late: torch takes seconds
 
@@ -157,7 +115,7 @@ def sample(folder: str | Path, prompt: Prompt | Sequence[Prompt], **options: Any
 
 
 def evaluate(folder: str | Path, data: Names, **options: Any) -> Any:
-    """Loss and other figures of a file of data; of a list of files a list of them. Raises as `sample`."""
+    """Loss and other figures of a file of data; of a list of files a list of them. Raises Error."""
     from trireme.engine.run.after.eval import losses  # late: torch takes seconds
 
     is_one = isinstance(data, (str, Path))
