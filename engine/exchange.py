@@ -131,42 +131,6 @@ def check_tied(source: Source, canonical: Mapping[str, str | None], stored: Mapp
             )
 
 
-class Kept(Reader):
-    """A copy in RAM of the weights at one moment, from which a checkpoint can be written while training goes on."""
-
-    def __init__(self, placement: Placement, exact: bool):
-        """`exact`: the checkpoint is written from fp32 masters, so their low halves are copied, too."""
-        super().__init__(placement)
-        self.exact = exact and placement.geo.dtype == "BF16"
-        self._copies: dict[tuple[int, int, int], Tensor] = {}  # by unit and record, weights by 0, 0
-
-    def take(self) -> None:
-        """Copies the weights, replacing what was kept before. All queues are idle. Raises StoreError.
-
-        With several hosts the first one copies all weights, the others only the low halves of their own records.
-        """
-        reader, geo, plan = Reader(self.placement), self.placement.geo, self.placement.plan
-        for u in (u for u, n in enumerate(geo.numel) if n):
-            weights = Entry("weights", u)
-            if plan.host == 0:
-                self._copy((u, 0, 0), reader.read(weights)[: self.placement.layout(weights).span])
-            for a, b in geo.records(u, plan.record) if self.exact else ():
-                self._copy((u, a, b), reader.low(u, a, b))
-
-    def _copy(self, what: tuple[int, int, int], buffer: Tensor) -> None:
-        if what not in self._copies:
-            self._copies[what] = torch.empty_like(buffer)
-        self._copies[what].copy_(buffer)
-
-    def read(self, entry: Entry, *parts: str) -> Tensor:
-        """The copy of a unit's weights."""
-        assert (entry.kind, parts) == ("weights", ())
-        return self._copies[entry.u, 0, 0]
-
-    def low(self, u: int, a: int, b: int) -> Tensor:
-        return self._copies[u, a, b]
-
-
 # ---------------------------------------------------------------- placement
 
 

@@ -307,11 +307,6 @@ class WeightStream:
             layer.last = (after,)
             self._release(layer.u)
 
-    def forget(self) -> None:
-        """To be called between passes, when trained weights were loaded anew: copies in pools are of the former."""
-        for weights in (layer.trained for layer in self.layers if isinstance(layer.trained, Streamed)):
-            weights.pool.forget(weights)
-
     @property
     def loaded(self) -> list[UnitWeights]:
         """The layers that are in use or have buffers of pools."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from trireme.engine.buffers import GROUP, GROUPS, buffers, each_usage, fullest, usage, workspace
+from trireme.engine.buffers import GROUP, GROUPS, buffers, each_usage, fullest, workspace
 from trireme.engine.geometry import Geometry
 from trireme.engine.plan import TIERS, Limits, Plan, Tier
 from trireme.engine.planner.choose import nearby
@@ -18,8 +18,6 @@ from trireme.models.config import ModelConfig
 from trireme.models.sizes import costs, narrow, shapes
 from trireme.storage.layout import ITEMSIZE
 from trireme.storage.shards import IN_FLIGHT
-
-BEST = "best so far"  # row of the memory table: the copy of the best weights
 
 
 @dataclass(frozen=True)
@@ -135,19 +133,7 @@ class Forecast:
             rows["gradients"]["ssd"] += geo.weights[u].span * plan.spilled(u)
         rows["activations"]["ssd"] = self.scratch - rows["gradients"]["ssd"]
         rows["weights"]["ssd"] += self.frozen_on_ssd
-        return rows | ({BEST: {"gpu": 0, "ram": self.best_copy, "ssd": 0}} if self.best_copy else {})
-
-    @property
-    def best_copy(self) -> int:
-        """Bytes of RAM for a copy of the best weights; 0 if the plan leaves no room for it."""
-        if not self.files.best:
-            return 0
-        geo, need, low = self.geo, usage(self.geo, self.plan), 2 * (self.files.exact and self.plan.dtype == "BF16")
-        nbytes = sum(w.span * bool(n) + low * n for w, n in zip(geo.weights, geo.numel, strict=True))
-        room = self.limits.ram - need["ram"]
-        if not self.machine.rates.launch_overhead:  # a CPU: both tiers are RAM
-            room += self.plan.gpus * (self.limits.gpu - need["gpu"])
-        return nbytes if nbytes <= room else 0
+        return rows
 
     @property
     def frozen_read(self) -> int:

@@ -9,7 +9,7 @@ from contextlib import suppress
 from trireme.engine.amounts import compact, count, duration, gb, percent, seconds
 from trireme.engine.plan import DoesNotFit, Tier
 from trireme.engine.planner.clock import PARTS, Clock, Times
-from trireme.engine.planner.forecast import BEST, Forecast
+from trireme.engine.planner.forecast import Forecast
 from trireme.engine.planner.rates import ENDURANCE, SHEETS, TB
 
 BINDS = {
@@ -75,8 +75,6 @@ def _decisions(f: Forecast, row: str, names: Mapping[Tier, str]) -> str:
         return f"   stored: {_counted((u.state for u in plan.units), names)}; {plan.adam_bits}-bit moments{where}"
     if row == "gradients":
         return f"   updates overlap {'the next forward' if plan.mode == 'forward' else 'backward'}"
-    if row == BEST:
-        return "   written with each snapshot, and at the end"
     if row == "activations":
         saving = sum(bool(u.saved) for u in plan.units)
         if saving == 0:

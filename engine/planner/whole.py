@@ -49,13 +49,12 @@ def estimated_parts(f: Forecast, steps: int, events: Events, known: Times | None
         return times * (known[part] if part in known else estimate()) if times else 0.0
 
     read, write, pinning_s = _rates(f).ssd_read, _rates(f).ssd_write, usage(f.geo, f.plan)["ram"] / _rates(f).pin
-    copied_s = f.best_copy / COPIED + _gathered_s(f) if f.best_copy else 0.0  # the best weights are copied
     files_s = lambda nbytes: nbytes * (1 / write + 1 / read + 1 / COPIED)  # made from RAM, written, read back
     return {
         "load": OPENED + max(f.files.export, f.frozen_read) / min(LOADING, read) + pinning_s,
         "reference": evaluation_s(f, events.reference),
         "steps": steps * f.step.step_s,
-        "evaluations": all_of("evaluations", events.evaluations, lambda: evaluation_s(f, events.held_out) + copied_s),
+        "evaluations": all_of("evaluations", events.evaluations, lambda: evaluation_s(f, events.held_out)),
         "samples": all_of("samples", events.samples, lambda: min(events.longest, events.tokens * token_s(f))),
         "snapshots": all_of("snapshots", events.snapshots, lambda: FIXED + f.unsaved() / write),
         "export": all_of("export", events.exports, lambda: FIXED + _gathered_s(f) + files_s(f.files.export))

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import chain, islice
 from operator import add
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -33,7 +33,6 @@ from trireme.models.config import InputError
 from trireme.models.generate import generate, needs
 from trireme.models.losses.preferences import Documents, Preference, compare, joined
 from trireme.models.rows import Load, rope_tables
-from trireme.storage.untrusted import checksum
 
 if TYPE_CHECKING:
     from trireme.engine.run.state import Training
@@ -119,12 +118,17 @@ class Evaluator:
         return [logp for step, losses in steps for logp in in_order(step, losses)]
 
     def samples(self, data: Dataset, codec: Codec | None, n: int, stopped: Stopped) -> list[Sample]:
-        """Greedy continuations of the beginnings of `n` documents."""
+        """Greedy continuations of the beginnings of `n` documents; none if memory runs out."""
         if codec is None or self.e.cfg.scores or not n or stopped() or here().host:
             return []
-        end = time.monotonic() + LONGEST
-        with screen.clock().at("samples"):
-            return sample(self.e, codec, prompts(data, n), enough=lambda: time.monotonic() > end or stopped())
+        end, out = time.monotonic() + LONGEST, list[list[int]]()
+        enough = lambda: time.monotonic() > end or stopped()
+        eos = frozenset([codec.facts.eos]) if codec.facts.eos is not None else frozenset[int]()
+        asked = fitted(self.e, prompts(data, n))
+        with screen.clock().at("samples"), suppress(torch.OutOfMemoryError):
+            out = continued(self.e, asked, MAX_NEW, eos, enough=enough) if all(asked) else []
+        shown = zip(map(codec.decode, asked[: len(out)]), out, strict=True)
+        return [Sample(prompt, codec.decode(ids), bool(ids) and ids[-1] in eos) for prompt, ids in shown]
 
 
 def documents(step: Sequence[InRam]) -> list[list[Documents]]:
@@ -146,23 +150,14 @@ def in_order(step: Sequence[InRam], losses: Sequence[torch.Tensor]) -> list[floa
 def with_reference(run: Training, stopped: Stopped) -> None:
     """Gives the run's data the log-probabilities of the model before training, if the method compares with them.
 
-    A resumed run has them in .run/reference.json; else the engine computes them, which has that model or loads it.
-    Raises InputError, StoreError; KeyboardInterrupt if `stopped()`.
+    A resumed run has them in .run/reference.json. Raises InputError, StoreError; KeyboardInterrupt if `stopped()`.
     """
     job, path = run.job, run.folder.run / folder.REFERENCE
     if job.preference is None or not job.preference.compares:
         return
     data = [job.data, *([job.data.held_out] if job.data.held_out else [])]
-    total, known = sum(len(part.pieces) for part in data), record.read(path, Reference) if run.begun else None
-    logps = json.loads(here().texts(json.dumps(known.logps if known else []))[0])
-    if len(logps) != total:
-        if run.begun:
-            screen.say("reference lost: it is computed again from the checkpoint")
-            run.load_checkpoint(stopped)
-        key = here().texts(checksum([json.dumps(run.sums, sort_keys=True).encode()]))[0]
-        if run.fixed.reference not in ("", key):
-            was = "the checkpoint is not what the run began with"
-            raise InputError(f"{path} is lost, and {was}. Restore one of them, or start again.")
+    total = sum(len(part.pieces) for part in data)
+    if not run.begun:
         began = time.monotonic()
         with screen.clock().at("reference"), run.watched("the reference"):
             logps = run.evaluator.logps(data, stopped)
@@ -170,9 +165,12 @@ def with_reference(run: Training, stopped: Stopped) -> None:
             raise KeyboardInterrupt
         if not here().host:
             record.write(path, Reference(logps))
-        run.fixed = replace(run.fixed, reference=key)
         pairs = count(total // 2, "answer" if job.data.options.kind == "labels" else "pair")
         screen.say(f"compared {pairs}: the reference took {seconds(time.monotonic() - began)}")
+    known = record.read(path, Reference)  # of host 0
+    logps = json.loads(here().texts(json.dumps(known.logps if known else []))[0])
+    if len(logps) != total:
+        raise InputError(f"--resume {job.out}: {path} is lost or damaged. Restore it from a copy, or start again.")
     n, held = len(job.data.pieces), job.data.held_out
     held = held and replace(held, reference=np.array(logps[n:], np.float64))
     run.job = replace(job, read=replace(job.data, reference=np.array(logps[:n], np.float64), held_out=held))
@@ -203,32 +201,28 @@ def prompts(data: Dataset, n: int) -> list[list[int]]:
     return chosen
 
 
-def fitted(e: Engine, asked: list[list[int]], max_new: int = MAX_NEW) -> list[list[int]]:
+def fitted(e: Engine, prompts: list[list[int]]) -> list[list[int]]:
     """The ends of the prompts, as long as the memory allows, with the workspace of a step, which is free."""
     room = e.memory.limits.gpu - e.memory.used("gpu") + workspace(e.geo, e.plan)
-    most = max(map(len, asked), default=0)
+    most = max(map(len, prompts), default=0)
     most = min(most, e.cfg.max_positions - 1) if not e.cfg.rotates or e.cfg.indexed else most
     itemsize = DTYPE[e.plan.dtype].itemsize
-    length = largest(most, lambda n: needs(e.cfg, len(asked), n, max_new, itemsize) <= room)
-    return [prompt[max(0, len(prompt) - length) :] for prompt in asked]
+    length = largest(most, lambda n: needs(e.cfg, len(prompts), n, MAX_NEW, itemsize) <= room)
+    return [prompt[max(0, len(prompt) - length) :] for prompt in prompts]
 
 
-def sample(
-    e: Engine, codec: Codec, asked: list[list[int]], max_new: int = MAX_NEW, enough: Stopped = lambda: False
-) -> list[Sample]:
-    """Greedy continuations of the prompts, which are fitted first; none if memory runs out. Stops when `enough()`."""
-    asked = fitted(e, asked, max_new)
-    eos = frozenset([codec.facts.eos]) if codec.facts.eos is not None else frozenset[int]()
-    places, dtype = [e.queues.devices[e.gpu(u)] for u in range(e.cfg.n_units)], DTYPE[e.plan.dtype]
-    layers, out = lambda: stream_layers(e), None
-    with suppress(torch.OutOfMemoryError):
-        if all(asked):
-            out = generate(e.cfg, layers, asked, max_new, eos=eos, places=places, dtype=dtype, enough=enough)
-    if out is None:
+def continued(
+    e: Engine, prompts: Sequence[Sequence[int]], room: int | Sequence[int], eos: frozenset[int], **how: Any
+) -> list[list[int]]:
+    """New tokens of each prompt, up to its `room` or one of `eos`. `how`, errors: as of models.generate."""
+    places = [e.queues.devices[e.gpu(u)] for u in range(e.cfg.n_units)]
+    try:
+        return generate(
+            e.cfg, lambda: stream_layers(e), prompts, room, eos=eos, places=places, dtype=DTYPE[e.plan.dtype], **how
+        )
+    except BaseException:
         let_go(e)
-        return []
-    shown = zip(map(codec.decode, asked), out, strict=True)
-    return [Sample(prompt, codec.decode(ids), bool(ids) and ids[-1] in eos) for prompt, ids in shown]
+        raise
 
 
 def let_go(e: Engine) -> None:

@@ -127,7 +127,7 @@ class Job:
         o, same = self.options, (config_of(self.cfg), tensors_of(self.source), fingerprint(self.data), self.date)
         now = Fixed(self.plan, o.batch_size, self.rows, o.seq_len or 0, *same, launches=tuned.digest(self.launches))
         then = begun.fixed if begun else now
-        return replace(now, base=dict(then.base), reference=then.reference, teacher=then.teacher)
+        return replace(now, base=dict(then.base), teacher=then.teacher)
 
 
 def make(o: Options, begun: Snapshot | None = None, by_rule: bool = False) -> Job:

@@ -7,7 +7,7 @@ import math
 import time
 import zlib
 from collections.abc import Sequence
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,7 +31,7 @@ from trireme.engine.planner.predict import predict
 from trireme.engine.queues.names import READS
 from trireme.engine.queues.trace import Span, perfetto
 from trireme.engine.run import config_file, folder, page, report, screen
-from trireme.engine.run.after import hub, push
+from trireme.engine.run.after import hub
 from trireme.engine.run.evaluate import documents, with_reference
 from trireme.engine.run.folder import Folder
 from trireme.engine.run.job import Job, alternatives, check_options, check_room, make
@@ -81,8 +81,6 @@ def train(options: Options, others: Sequence[Tracker] = ()) -> Path:
     Raises InputError, CheckpointError, DoesNotFit, StoreError, LostHost, Interrupted.
     """
     check_paths(options)
-    if options.push and not here().host:
-        push.check(options)
     options = hub.fetched(folder.named(options))
     out = Path(options.out)
     here().agree("options", config_file.saved(replace(options, store=())), "Start all with the same command")
@@ -104,9 +102,6 @@ def train(options: Options, others: Sequence[Tracker] = ()) -> Path:
         job = with_teacher(job, place, begun)
         screen.forgive()
         Run(Training(job, place, begun), [*others, *own], lines).go()
-    if options.push and not here().host:
-        screen.say(f"push     to {options.push}; if that fails, again: trireme push {quoted(out)} {options.push}")
-        push.upload(out, options.push)
     return out
 
 
@@ -171,16 +166,13 @@ def with_teacher(job: Job, place: Folder, begun: Snapshot | None) -> Job:
     scores, sources = Path(teacher), {"train": job.data} | ({"val": held} if held else {})
     taught = lambda data: replace(data, teacher=taught_by(read_names(scores), data, job.cfg.vocab))
     with screen.clock().at("reference"):
-        read = list[Dataset]()
         if not is_scores(scores):
             scores = place.run / "teacher"
-            with suppress(InputError, OSError):  # if something was lost, the teacher is needed again
-                read = [taught(data) for data in sources.values()] if begun else read
-            if not read:
+            if not begun:
                 from trireme.engine.run.after import score  # late: it imports this folder's modules
 
                 score.write(scores, Path(teacher), sources, teaching.k, job.cfg.vocab, job.options)
-        read = read or [taught(data) for data in sources.values()]
+        read = [taught(data) for data in sources.values()]
     data = replace(read[0], held_out=held and read[-1])
     if begun and data.teacher and begun.fixed.teacher not in ("", data.teacher.key):
         changed = f"the teacher {teacher} is not what the run began with"
@@ -234,11 +226,8 @@ class Run:
             self.check_best()
         with screen.clock().at("load"), training.watched("loading"):
             training.build(stopped)
-            if not begun:
-                training.load_checkpoint(stopped)
+            training.load_snapshot(stopped) if begun else training.load_checkpoint(stopped)
             with_reference(training, stopped)
-            if begun:
-                training.load_snapshot(stopped)
         if stopped():
             raise KeyboardInterrupt
         self.stop.loading = False
@@ -296,7 +285,6 @@ class Run:
             stats = train_step(training.engine, micro, number, rate, weight, job.preference, documents(batch))
         if not np.isfinite([stats.loss, stats.grad_norm]).all():
             training.engine.gradients.discard()  # updates made during backward stay; only a snapshot undoes them
-            training.write_best()
             figures = f"loss {stats.loss:g}, gradient norm {stats.grad_norm:g}. Nothing of this step was saved"
             way = "Lower --lr, or look at the data of this step"
             raise InputError(f"step {number:,}: {figures}. {training.last_snapshot}. {way}.")
@@ -408,7 +396,7 @@ class Run:
             if is_best:
                 done.best, done.best_step = loss, done.step
                 if job.options.export == "best":
-                    training.keep_best()
+                    training.save_best()
             note = f" (before training {start:.4f})" if above else f" (best {done.best:.4f})"
             note = " (best)" if is_best and not above else note
         self.evaluated, done.evaluated = time.monotonic(), done.step
@@ -486,10 +474,7 @@ class Run:
             self.evaluate_general()
         if o.keep_state:
             training.save(self.log.sync)
-        if best and not (is_last and training.best_kept):
-            training.export_best()
-        else:
-            training.export()
+        training.export_best() if best else training.export()
         nothing_better, result = self.compared()
         if nothing_better:
             screen.warn("on held-out rows nothing is better than before training. Lower --lr, or look at the data")

@@ -298,7 +298,6 @@ class Options(Reading, Method, Machine):
     keep: int = _output("number of snapshots to keep", N, 1)
     keep_state: bool = _output("keep the state of a finished run, for --resume OUT --epochs N", SWITCH, False)
     log: Texts = _output("also log to tensorboard, wandb; trace: a timeline of all tasks", LOGS, ())
-    push: Text = _output("upload OUT to a private repository of the Hugging Face hub", HUB)
     resume: Text = _output("continue RUN, or the latest unfinished run in runs/", Value(str, "RUN"), scope="call")
     verbose: bool = _output("print all parts of the report, as a dry run does", SWITCH, False, "call")
 

@@ -71,7 +71,6 @@ class Fixed:
     date: str | None  # that chat templates take for today
     launches: str = ""  # digest of the settings of kernels, if they are not the usual ones
     base: dict[str, str] = field(default_factory=dict)  # checksums of frozen weights, by unit
-    reference: str = ""  # checksum of the reference's weights
     teacher: str = ""  # key of the teacher's scores
 
     @property

@@ -178,7 +178,7 @@ def events(job: Job, done: int, steps_s: float | None) -> Events:
         evaluations=evaluations,
         held_out=job.eval_rows or n,
         reference=job.data.n_sequences + n if compares else 0,
-        exports=exports + (min(bests, snapshots) if job.forecast.best_copy else bests),
+        exports=exports + bests,
         snapshots=snapshots,
         samples=evaluations + 1 if job.opened.codec and not job.cfg.scores else 0,
         tokens=MAX_NEW,

@@ -15,7 +15,7 @@ import torch
 from trireme.engine.amounts import count, duration, gb, gib
 from trireme.engine.between import Reader, load_from_store, save_to_store
 from trireme.engine.build import Engine, build
-from trireme.engine.exchange import LARGEST_F16, Exchange, Kept
+from trireme.engine.exchange import LARGEST_F16, Exchange
 from trireme.engine.hosts.gather import masters
 from trireme.engine.hosts.group import here
 from trireme.engine.planner.host import computed_by, hold_to
@@ -93,9 +93,6 @@ class Training:
         self.queues = RealQueues(job.device, gpus=job.plan.gpus, hosts=job.plan.hosts)
         self.queues.failed = here().failed  # where this thread waits for a host that waits for a queue
         self._stamps = stamps(job.source)
-        self._best: Kept | None = None  # in RAM, where there is room
-        self.best_kept = False  # in RAM alone
-        self.sums = dict[str, str]()  # checksums of all weights, as they were loaded from the checkpoint
         self.exported = 0  # bytes of checkpoints, by this process
         self._evaluator: Evaluator | None = None
 
@@ -184,22 +181,18 @@ class Training:
         exchange = Exchange(job.cfg, job.source, placement, adapter.values if adapter else None)
         with loading("loading", placement.nbytes() + placement.frozen_bytes, stopped) as progressed:
             exchange.load(progressed)
-        self.sums = exchange.base | {"trained": exchange.trained}
-        here().agree("weights", self.sums, "Copy host 0's checkpoint")
+        here().agree("weights", exchange.base | {"trained": exchange.trained}, "Copy host 0's checkpoint")
         self._check_frozen(exchange.base)
 
     def load_snapshot(self, stopped: Stopped) -> None:
         """Fills the engine with the last snapshot, and what is frozen from the checkpoint."""
         placement = self.engine.placement
-        if self.sums:  # the model before training is there, which was needed once more
-            self.store.restore()
         with loading("loading", placement.nbytes(), stopped) as progressed:
             try:
                 load_from_store(placement, progressed)
             except Damaged as damage:
                 way = way_back(self.store.paths[0] / self.store.snapshots[-1].folder)
                 raise StoreError(damage.errno, f"{DAMAGED}. {way}", damage.filename) from damage
-        self.engine.weights.forget()  # a reference that was lost has been computed again
         if placement.frozen_bytes:
             exchange = Exchange(self.job.cfg, self.job.source, placement)
             with loading("loading what is frozen", placement.frozen_bytes, stopped) as progressed:
@@ -232,7 +225,6 @@ class Training:
         """
         self.apply_updates()
         self.check_base(copied=False)
-        self.write_best()  # before the snapshot that names it
         if not (self.store.snapshots and self.store.snapshots[-1].step == self.progress.step):
             self._commit(log)
 
@@ -248,25 +240,12 @@ class Training:
             self.folder.note(replace(self.folder.state, started=True))
             self.folder.drop_best(done.best_step)
 
-    def keep_best(self) -> None:
-        """Keeps the present weights as the best: copied within RAM if it has room, else written at once."""
+    def save_best(self) -> None:
+        """Writes the present weights as the best. Those that the last snapshot names stay."""
         self.apply_updates()
-        self.best_kept = True
-        if here().any(not self.job.forecast.best_copy):
-            self.write_best()
-            return
-        self._best = self._best or Kept(self.engine.placement, self.job.files.exact)
-        with self.watched("the best"):
-            self._best.take()
-
-    def write_best(self) -> None:
-        """Writes the best weights so far, unless they are written. Those that the last snapshot names stay."""
-        if self.best_kept:
-            last = self.store.snapshots[-1].extra["progress"]["best_step"] if self.store.snapshots else None
-            self.folder.drop_best(last)
-            best = self.folder.best(self.progress.best_step)
-            self._export(lambda save: self.folder.replace(best, save, note=True), self._best)
-            self.best_kept = False
+        self.folder.drop_best(self.store.snapshots[-1].extra["progress"]["best_step"] if self.store.snapshots else None)
+        best = self.folder.best(self.progress.best_step)
+        self._export(lambda save: self.folder.replace(best, save, note=True))
 
     # ------------------------------------------------------------ exported
 
@@ -279,16 +258,18 @@ class Training:
 
     def export_best(self) -> None:
         """Makes the best weights the output."""
-        self.write_best()
         if not here().host:
             with screen.clock().at("export"), self.watched("export"):
                 self.folder.take_over(self.progress.best_step)
         self._merge()
 
-    def _export(self, write: Callable[[Save], object], kept: Kept | None = None) -> None:
+    def _export(self, write: Callable[[Save], object]) -> None:
         """Calls `write` with what saves the weights to a folder. Host 0 writes, with what the others send."""
-        own = kept or Reader(self.engine.placement)
-        with screen.clock().at("export"), self.watched("export"), masters(own, here().wire) as reader:
+        with (
+            screen.clock().at("export"),
+            self.watched("export"),
+            masters(Reader(self.engine.placement), here().wire) as reader,
+        ):
             if reader is not None:
                 self.check_base(copied=self.job.cfg.lora is None)
                 write(partial(self._save_weights, reader))
@@ -335,7 +316,7 @@ class Training:
             self.queues.close()
             if self._evaluator is not None:
                 self._evaluator.e.close()
-                self._evaluator = self._best = None
+                self._evaluator = None
                 gc.collect()
                 if self.job.on_gpu:
                     torch.cuda.empty_cache()

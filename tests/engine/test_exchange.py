@@ -13,7 +13,7 @@ from tiny import CASES, oracle, relative
 from trireme.engine import exchange as module
 from trireme.engine.between import Reader, writing
 from trireme.engine.build import build
-from trireme.engine.exchange import Exchange, Kept
+from trireme.engine.exchange import Exchange
 from trireme.engine.memory import views
 from trireme.engine.placement import Entry
 from trireme.engine.plan import UnitPlan
@@ -92,24 +92,6 @@ def test_what_f16_cannot_hold_is_limited_and_counted(tmp_path, compute):
     written = open_source(tmp_path / "out")
     assert load_file(tmp_path / "out/model.safetensors")[name][2, :3].tolist() == [65504, -65504, 65504]
     exchange(LLAMA, written).load()
-
-
-@pytest.mark.parametrize("tier", ["gpu", "ram", "ssd"])
-@pytest.mark.parametrize("stored", ["F32", "BF16"])
-@pytest.mark.parametrize("compute", ["F32", "BF16"])
-def test_what_is_kept_is_of_its_moment(tmp_path, tier, stored, compute):
-    """Twice: of the second moment. In as many bytes as are estimated."""
-    one, two = (checkpoint(tmp_path / name, LLAMA, stored, seed=seed) for seed, name in enumerate(("one", "two")))
-    x = exchange(LLAMA, one, tier, compute)
-    kept = Kept(x.placement, exact=stored == "F32")
-    for source in (two, one):
-        Exchange(LLAMA, source, x.placement).load()
-        kept.take()
-    Exchange(LLAMA, two, x.placement).load()
-    Exchange(LLAMA, one, x.placement, reader=kept).save(tmp_path / "out")
-    assert (tmp_path / "out/model.safetensors").read_bytes() == (tmp_path / "one/model.safetensors").read_bytes()
-    low = 2 * sum(x.placement.geo.numel) * (stored == "F32" and compute == "BF16")
-    assert sum(map(len, kept._copies.values())) == sum(layout.span for layout in x.placement.geo.weights) + low
 
 
 @pytest.mark.parametrize("tier", ["gpu", "ram", "ssd"])

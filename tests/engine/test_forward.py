@@ -4,21 +4,19 @@ from dataclasses import replace
 
 import pytest
 import torch
-from engines import LLAMA, MODELS, PACKED, Words, batches, gpu_plan, make, of, relayed
+from engines import LLAMA, MODELS, PACKED, batches, gpu_plan, make, of, relayed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trireme.engine.between import writing
 from trireme.engine.buffers import buffers, fits, usage
 from trireme.engine.build import build, inputs_on
 from trireme.engine.geometry import Geometry
-from trireme.engine.placement import Entry
 from trireme.engine.plan import TIERS, DoesNotFit, Limits, UnitPlan
 from trireme.engine.planner.forward_only import forward_plan
 from trireme.engine.planner.rates import Rates
 from trireme.engine.planner.simulate import SimulatedQueues
 from trireme.engine.queues.real import InlineQueues, RealQueues
-from trireme.engine.run.evaluate import sample
+from trireme.engine.run.evaluate import continued
 from trireme.engine.step import evaluate
 from trireme.models.rows import rope_tables
 
@@ -39,7 +37,7 @@ def passes(e, name):
     step = batches(e.cfg, 1, 3, 24)[0]
     micro = [inputs_on(e.cfg, mb, [(rope_tables(e.cfg, 64, "cpu"), "cpu")] * e.plan.gpus) for mb in step]
     losses = [loss for _ in range(2) for loss in evaluate(e, micro)]
-    text = sample(e, Words(), [[1, 2, 3], [4]], max_new=2) if name in SAMPLED else None
+    text = continued(e, [[1, 2, 3], [4]], 2, frozenset()) if name in SAMPLED else None
     e.queues.drain()
     assert not e.weights.loaded
     assert not e.memory.owned()
@@ -63,28 +61,6 @@ def test_losses_and_texts_are_those_in_training(name, base):
             expected = passes(trains, name)
         assert all(map(torch.equal, losses, expected[0]))
         assert text == expected[1]
-
-
-@pytest.mark.parametrize("tier", ["ram", "ssd"])
-def test_weights_that_are_loaded_anew_are_computed_with(tier):
-    """As a resumed run does that had to compute its reference again; a pass leaves weights in buffers of pools."""
-    cfg, unit = LLAMA, UnitPlan(tier, tier)
-    plan = gpu_plan(cfg, units=(unit,) * cfg.n_units, dtype="BF16", n_micro=3, window=cfg.n_units)
-    losses = list[list[torch.Tensor]]()
-    for before in (True, False):
-        e = make(cfg, plan)
-        micro = [inputs_on(cfg, mb, [(rope_tables(cfg, 64, "cpu"), "cpu")]) for mb in batches(cfg, 1, 3, 24)[0]]
-        if before:
-            losses.append(evaluate(e, micro))
-        for u in range(cfg.n_units):
-            with writing(e.placement, Entry("weights", u)) as weights:
-                weights.view(torch.bfloat16).mul_(0.5)
-        e.weights.forget()
-        losses.append(evaluate(e, micro))
-        e.queues.close()
-        e.close()
-    assert not torch.equal(losses[0][0], losses[1][0])
-    assert all(map(torch.equal, losses[1], losses[2]))
 
 
 @pytest.mark.parametrize("cfg", [LLAMA, PACKED])

@@ -19,7 +19,6 @@ from engines import (
     LateQueues,
     MemoryScratch,
     MemoryStore,
-    Words,
     batches,
     check_weights,
     deep,
@@ -46,7 +45,7 @@ from trireme.engine.planner.rates import Rates
 from trireme.engine.planner.simulate import SimulatedQueues
 from trireme.engine.queues.names import READS, WRITES, queues_of
 from trireme.engine.queues.real import InlineQueues, RealQueues
-from trireme.engine.run.evaluate import sample
+from trireme.engine.run.evaluate import continued
 from trireme.engine.step import evaluate, train_step
 from trireme.engine.updates import AdamW
 from trireme.models.config import InputError, Teaching
@@ -69,7 +68,7 @@ LAGS = (BESIDE, {"compute"}, {"cpu"}, {"h2d"}, {"d2h"})  # queues that are late:
 # What a run may do before, between and after its steps: name -> what comes of it.
 BETWEEN = {
     "evaluate": evaluate,
-    "sample": lambda e, micro: None if e.cfg.scores else sample(e, Words(), [[1, 2, 3], [4]], max_new=2),
+    "sample": lambda e, micro: None if e.cfg.scores else continued(e, [[1, 2, 3], [4]], 2, frozenset()),
     "flush": lambda e, micro: e.optimizer.flush(),
     "drain": lambda e, micro: e.queues.drain(),
 }

@@ -29,7 +29,6 @@ from engines import (
 from trireme.engine import geometry
 from trireme.engine.build import inputs_on
 from trireme.engine.check.steps import make_batch, random_engine
-from trireme.engine.exchange import Kept
 from trireme.engine.plan import TIERS, Limits, UnitPlan
 from trireme.engine.planner.rule import Wanted, simple_plan
 from trireme.engine.planner.sizes import find_model
@@ -171,25 +170,6 @@ def check_placed(cfg, data, units, between, preference=None):
 def test_a_teacher_is_heard_wherever_layers_are(units, cfg):
     cfg = replace(cfg, teaching=Teaching(8, 0.4, 1.5))
     check_placed(cfg, taught(cfg, 3, 3, 48), UNITS[units], "ram")
-
-
-@pytest.mark.parametrize("units", ["all on the GPU", "ram", "ssd", "mixed"])
-def test_what_is_kept_is_of_its_moment(units):
-    """As a checkpoint of those steps, after more of them."""
-    plan = gpu_plan(CFG, dtype="BF16", tokens=48, units=UNITS.get(units, (UnitPlan(),) * CFG.n_units), record=5000)
-    e = make(CFG, plan, RealQueues("cuda", extra=("poison",)))
-    kept = Kept(e.placement, exact=True)
-    for steps in (1, 2):
-        train(e, batches(CFG, steps, 1, 48))
-        before = final_weights(e)
-        kept.take()
-    train(e, batches(CFG, 2, 1, 48))
-    found, after = final_weights(e, kept), final_weights(e)
-    for name, value in before.items():
-        assert torch.equal(found[name], value), name
-    assert any(not torch.equal(after[name], value) for name, value in before.items())
-    e.queues.close()
-    e.close()
 
 
 @pytest.mark.parametrize("n_micro", [1, 3])

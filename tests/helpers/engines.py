@@ -16,7 +16,6 @@ from math import prod
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from random import Random
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -489,15 +488,6 @@ def make(cfg: ModelConfig, plan: Plan, queues=None, adamw: AdamW | None = None, 
     return e
 
 
-class Words:
-    """A codec as sample asks for it."""
-
-    facts = SimpleNamespace(eos=None)
-
-    def decode(self, ids) -> str:
-        return " ".join(map(str, ids))
-
-
 def train(
     e: Engine, steps: list[list[Batch]], lr: float = 1e-2, between=lambda i, micro: None, of=None, preference=None
 ):
@@ -527,9 +517,9 @@ def train(
     return seen
 
 
-def final_weights(e: Engine, reader: Reader | None = None) -> dict[str, torch.Tensor]:
-    """Every tensor's fp32 master by name; of the placement, or as `reader` has them."""
-    reader = reader or Reader(e.placement)
+def final_weights(e: Engine) -> dict[str, torch.Tensor]:
+    """Every tensor's fp32 master by name."""
+    reader = Reader(e.placement)
     return {
         t.name: torch.from_numpy(np.concatenate([piece.copy() for piece in fetch(reader, u, t.name, exact=True)]))
         for u, layout in enumerate(e.geo.stored)

@@ -31,7 +31,6 @@ import stories
 from engines import fork, write_plan
 
 from trireme.engine.plan import UnitPlan
-from trireme.engine.planner.forecast import Forecast
 from trireme.engine.run import cli, evaluate, job, loop
 from trireme.storage.folders import FINISHED
 
@@ -45,26 +44,23 @@ class Place(NamedTuple):
     plan: dict[str, Any]  # what else the run's plan says
     options: tuple[str, ...] = ()
     best: int = 8  # the evaluated step that is the best
-    room: bool = True  # in RAM for it, until it is written
     data: str = "text.txt"
 
 
 # Evaluations are of steps 0, 3, 6 and 8, the last one after the snapshot of step 8; otherwise where options say so.
 PLACES = {
     "ssd 32": Place(FAR, dict(adam_bits=32, dtype="BF16", late_moments=("ram", "ssd"), gradients="ssd")),
-    "ssd 8": Place(FAR, dict(adam_bits=8, gradients="ssd"), ("--export", "best", "--keep", "2"), best=6, room=False),
+    "ssd 8": Place(FAR, dict(adam_bits=8, gradients="ssd"), ("--export", "best", "--keep", "2"), best=6),
     "host 32": Place(UnitPlan("ram", "ram"), dict(adam_bits=32), ("--export", "best", "--eval-every", "2")),
     "host 8": Place(UnitPlan("ram", "ram"), dict(adam_bits=8), ("--export-every", "3"), best=3),
-    "gpu 16": Place(UnitPlan(), dict(adam_bits=16), ("--export", "best"), best=3, room=False),
+    "gpu 16": Place(UnitPlan(), dict(adam_bits=16), ("--export", "best"), best=3),
 }
 # Runs that train a part of the model, its frozen rest on the SSD, or compare with what it was.
 PARTS = {
     "adapters": Place(
         UnitPlan("ram", "ram", x="ssd", base="ssd"), {}, ("--lora", "4", "--merge", "--export", "best"), best=6
     ),
-    "frozen": Place(
-        replace(FAR, base="ssd"), dict(gradients="ssd"), ("--freeze", "*embed*,*layers.0.*"), best=6, room=False
-    ),
+    "frozen": Place(replace(FAR, base="ssd"), dict(gradients="ssd"), ("--freeze", "*embed*,*layers.0.*"), best=6),
     "compared": Place(UnitPlan("ram", "ram"), {}, ("--method", "dpo", "--export", "best"), best=6, data="pairs.jsonl"),
     "packed": Place(UnitPlan("ram", "ram", base="ssd"), {}, ("--lora", "4", "--base", "nf4")),
     "rewards": Place(
@@ -142,8 +138,6 @@ def _command(
 
         loop.Run.evaluate = lambda run: (steps.append(run.done.step), evaluates(run))[1]
         evaluate.Evaluator.loss = worse
-        if not place.room:
-            Forecast.best_copy = 0
         watch()
         if stop:
             _stop_in_step(stop)

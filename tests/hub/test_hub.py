@@ -126,9 +126,9 @@ def test_an_output_is_uploaded_with_a_card_and_without_paths_of_this_machine(hub
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     config = json.loads(Path("model/config.json").read_text()) | {"_name_or_path": "/home/me/model"}
     Path("model/config.json").write_text(json.dumps(config))
-    argv = ["model", "--data", "stories.txt", "--val", "0.1", *REST, "--lr", "1e-4", "--push", "me/tuned"]
+    assert cli.main(["model", "--data", "stories.txt", "--val", "0.1", *REST, "--lr", "1e-4"]) == 0
     hub.writable = False
-    assert "me/tuned" in refused(capsys, *argv)
+    assert "me/tuned" in refused(capsys, "push", "out", "me/tuned")
     hub.writable = True
     assert cli.main(["push", "out", "me/tuned"]) == 0
     repo = hub.repos["models/me/tuned"]
@@ -147,27 +147,14 @@ def test_an_output_is_uploaded_with_a_card_and_without_paths_of_this_machine(hub
 @pytest.mark.full
 def test_an_adapter_names_its_base_on_the_hub(hub, local, monkeypatch, capsys):
     monkeypatch.setenv("HF_TOKEN", TOKEN)
-    assert cli.main([*RUN, "--lora", "2", "--push", "me/adapter"]) == 0
+    assert cli.main([*RUN, "--lora", "2"]) == 0
+    assert cli.main(["push", "out", "me/adapter"]) == 0
     repo = hub.repos["models/me/adapter"]
     assert json.loads(repo.files["adapter_config.json"])["base_model_name_or_path"] == "some/model"
     head = yaml.safe_load(repo.files["README.md"].decode().split("---\n", 2)[1])
     assert (head["base_model"], head["library_name"]) == ("some/model", "peft")
-    assert "model is a folder of this machine" in refused(
-        capsys, "model", "--data", "stories.txt", *REST[:1], "out2", *REST[2:], "--lora", "2", "--push", "me/b"
-    )
-
-
-EARLY = {
-    "no token": (RUN, "me/tuned", "HF_TOKEN"),
-    "no owner": (RUN, "tuned", "OWNER/NAME"),
-    "taken": (RUN, "some/model", "Name another"),
-}
-
-
-@pytest.mark.parametrize("case", EARLY)
-def test_what_cannot_be_uploaded_is_refused_before_training(hub, monkeypatch, capsys, case):
-    argv, name, culprit = EARLY[case]
-    if case != "no token":
-        monkeypatch.setenv("HF_TOKEN", TOKEN)
-    assert culprit in refused(capsys, *argv, "--push", name)
-    assert not Path("out").exists()
+    assert cli.main(["model", "--data", "stories.txt", *REST[:1], "out2", *REST[2:], "--lora", "2"]) == 0
+    assert "model is a folder of this machine" in refused(capsys, "push", "out2", "me/b")
+    assert "there is a model of that name" in refused(capsys, "push", "out", "me/adapter")
+    monkeypatch.delenv("HF_TOKEN")
+    assert "HF_TOKEN" in refused(capsys, "push", "out", "me/tuned")

@@ -15,7 +15,7 @@ from trireme.engine.buffers import usage
 from trireme.engine.build import in_ram, placed
 from trireme.engine.plan import UnitPlan
 from trireme.engine.planner.choose import first_plan
-from trireme.engine.planner.forecast import BEST, Files, Forecast, Work
+from trireme.engine.planner.forecast import Files, Forecast, Work
 from trireme.engine.planner.lines import (
     cell,
     disk_line,
@@ -97,18 +97,6 @@ def test_inputs_that_no_memory_holds_are_counted_on_the_drive():
     assert "fits" in disk_line(replace(tight, files=Files(existing=tight.stored()))), "a resumed run has its store"
 
 
-def test_the_best_weights_are_kept_in_ram_where_there_is_room():
-    f = replace(RAM, files=Files(export=EXPORT, best=True))
-    need = usage(f.geo, f.plan)
-    exact = replace(f, files=replace(f.files, exact=True))
-    assert [of.best_copy for of in (RAM, f, exact)] == [0, WEIGHTS, WEIGHTS + 2 * PARAMETERS]
-    assert f.memory()[BEST] == {"gpu": 0, "ram": WEIGHTS, "ssd": 0}
-    tight = replace(f, limits=replace(f.limits, ram=need["ram"] + WEIGHTS - 1))
-    cpu = replace(tight, machine=replace(tight.machine, rates=replace(tight.machine.rates, launch_overhead=0.0)))
-    assert (tight.best_copy, cpu.best_copy) == (0, WEIGHTS), "of one memory, the other tier's room is room too"
-    assert replace(cpu, limits=replace(cpu.limits, gpu=need["gpu"])).best_copy == 0
-
-
 def test_wear_is_of_the_drive_not_of_its_free_room():
     f = forecast("gpu=rtx4090,ram=48GiB,ssd=2TB@7/5")
     assert wear_line(f, ALL) == wear_line(replace(f, machine=replace(f.machine, ssd=10**11)), ALL)
@@ -142,9 +130,7 @@ def test_parts_have_the_time_of_their_bytes():
     """Of a drive that reads 7 GB/s and writes 5: (forecast, events, part, seconds)."""
     files, d2h = EXPORT * (1 / 7e9 + 1 / 5e9 + 1 / COPIED), RAM.machine.rates.d2h
     exact, adapters = on(UnitPlan("ssd", "ssd"), exact=True), replace(RAM, files=Files(export=10**6, merged=EXPORT))
-    best = replace(RAM, files=Files(export=EXPORT, best=True))
     none = replace(RAM, machine=assume("gpu=rtx4090,ram=128GiB"))
-    evaluated = Events(evaluations=3, held_out=32)
     for f, events, part, seconds in [
         (RAM, Events(snapshots=1), "snapshots", FIXED + RAM.stored() / 5e9),
         (on(UnitPlan("ram", "ssd")), Events(snapshots=2), "snapshots", 2 * (FIXED + WEIGHTS / 5e9)),
@@ -162,7 +148,6 @@ def test_parts_have_the_time_of_their_bytes():
             OPENED + WEIGHTS / LOADING * EXPORT / WEIGHTS + usage(RAM.geo, RAM.plan)["ram"] / RAM.machine.rates.pin,
         ),
         (SSD, Events(snapshots=3), "close", CLOSING),
-        (best, evaluated, "evaluations", estimated_parts(RAM, 1, evaluated)["evaluations"] + 3 * WEIGHTS / COPIED),
     ]:
         assert estimated_parts(f, 1, events)[part] == pytest.approx(seconds, rel=0.01), part
 

@@ -89,7 +89,9 @@ def test_a_spoiled_file_is_made_again_or_refused_with_the_way_on(bench, name, ho
             shutil.rmtree(left)
     if ended.code == 0:
         wrong = bench.differs(kind, folder / "out")
-        said = (wrong == "another log" and "warning: " in ended.said) or (name == "config.yaml" and "changed  --" in ended.said)
+        said = (wrong == "another log" and "warning: " in ended.said) or (
+            name == "config.yaml" and "changed  --" in ended.said
+        )
         assert not wrong or said, (wrong, ended.said)
     else:
         assert ended.code in (2, 4), ended.said

@@ -20,10 +20,8 @@ from runs import (
     options,
     records,
     stopped,
-    tuned,
     wait_for,
     weights,
-    write_rows,
 )
 
 from trireme.engine.run import cli, folder, job, loop, record
@@ -209,27 +207,6 @@ def test_a_moved_input_is_named(stopped_run, tmp_path, monkeypatch):
     with pytest.raises(InputError, match="/nowhere/rows.txt"):
         train(cli.of_a_run({"resume": str(copy)}))
     assert cli.of_a_run({"resume": str(copy), "data": [stopped_run.data[0]]}).data == stopped_run.data
-
-
-# ---------------------------------------------------------------- the reference of preferences
-
-
-@pytest.mark.full
-def test_a_lost_reference_is_computed_again(checkpoint, tmp_path, monkeypatch, capsys):
-    rows = [dict(prompt=f"{i} is", chosen=f" {i}", rejected=f" {i + 1}") for i in range(40)]
-    write_rows(checkpoint / "pairs.jsonl", rows)
-    whole = tuned(checkpoint, tmp_path / "whole", "pairs.jsonl", method="dpo", max_steps=4)
-    train(whole)
-    for loss in ("gone", "flipped"):
-        parts = replace(whole, out=str(tmp_path / loss))
-        stopped(parts, 2, monkeypatch)
-        path = Path(parts.out, ".run/reference.json")
-        content = bytearray(path.read_bytes())
-        content[len(content) // 2] ^= 1
-        path.write_bytes(content) if loss == "flipped" else path.unlink()
-        train(replace(parts, resume=parts.out))
-        assert weights(parts.out) == weights(whole.out)
-    assert capsys.readouterr().out.count("reference lost") == 2
 
 
 def test_a_run_plans_as_its_dry_run(checkpoint, tmp_path):

@@ -19,15 +19,12 @@ from trireme.engine.data.codec import Codec
 from trireme.engine.data.find import DataFile
 from trireme.engine.data.forms import Chat, chat_of, with_system
 from trireme.engine.data.read import KINDS, TEXTS, BadRow
-from trireme.engine.memory import DTYPE
 from trireme.engine.run import screen
 from trireme.engine.run.after.opened import computing, open_finished, rows_in
 from trireme.engine.run.after.sampling import FILE, Sampling, picked, sampling_of
-from trireme.engine.run.evaluate import Evaluator, let_go
+from trireme.engine.run.evaluate import Evaluator, continued
 from trireme.engine.run.options import Sample
-from trireme.engine.step import stream_layers
 from trireme.models.config import InputError
-from trireme.models.generate import Pick, generate
 from trireme.storage.untrusted import read_text, why
 
 AT_ONCE = 64  # prompts that share passes over the layers
@@ -63,17 +60,6 @@ class Speaker:
         content = new[:-1] if new and new[-1] in self.sampling.ends else new
         return self.codec.parts([*prompt, *content], [len(prompt), len(prompt) + len(content)])[-1]
 
-    def continued(self, prompts: Sequence[Sequence[int]], room: Sequence[int], pick: Pick) -> list[list[int]]:
-        """New tokens of each prompt, up to its `room` or an end token, chosen by `pick` (models.generate)."""
-        e = self.e.e
-        places = [e.queues.devices[e.gpu(u)] for u in range(e.cfg.n_units)]
-        try:
-            return generate(e.cfg, lambda: stream_layers(e), prompts, room, eos=self.sampling.ends, places=places,
-                            dtype=DTYPE[e.plan.dtype], pick=pick)  # fmt: skip
-        except BaseException:
-            let_go(e)
-            raise
-
     def answers(self, prompts: Sequence[Sequence[int]], first: int = 0, hear: Hear | None = None) -> list[Answer]:
         """The answers to prompts as tokens, AT_ONCE together. `first`: the number of the first one, of which its seed
         is made. `hear`: hears of the text of a single prompt.
@@ -98,7 +84,9 @@ class Speaker:
         room = [min(self.o.max_new_tokens, self.positions - len(prompt)) for prompt in prompts]
         made = [
             Answer(self.text(prompt, ids), len(ids), bool(ids) and ids[-1] in self.sampling.ends)
-            for prompt, ids in zip(prompts, self.continued(prompts, room, pick), strict=True)
+            for prompt, ids in zip(
+                prompts, continued(self.e.e, prompts, room, self.sampling.ends, pick=pick), strict=True
+            )
         ]
         if hear:
             hear(made[0].text[length:])
