@@ -26,13 +26,13 @@ BUDGETS = {
     "kernels/**": 8203,  # 8000; rounding to packings 179, gates and choices of new model types 24
     "models/**": 9039,  # 8450; rounding to packings about 215, new model types about 370
     "storage/**": 3250,
-    "engine/*.* engine/queues/**": 5400,
+    "engine/*.* engine/queues/**": 5357,
     "engine/planner/**": 3850,
-    "engine/hosts/**": 600,
+    "engine/hosts/**": 474,
     "engine/check/**": 1204,  # 1200; the versions that env prints
     "engine/data/**": 4308,  # 4300; the text of --general
     "engine/tuning/**": 2317,  # 1900; merging in the own format, training for it, --base of what is packed: about 390
-    "engine/run/**": 5821,  # 5000; the page, --general, env, merge --data, --merge-aware: about 330; the rest is to go
+    "engine/run/**": 5488,  # 5000; the page, --general, env, merge --data, --merge-aware: about 330; the rest is to go
     "scripts/**": 2969,  # 2600; the harness for lm-eval 223, new_model.py 110
     "tests/**": 25496,  # 25044; 174 of --merge-aware, 104 of test_compare.py, 105 of new model types, 119 of the page
 }
