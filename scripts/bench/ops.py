@@ -2,7 +2,6 @@
 
     python scripts/bench/ops.py
     python scripts/bench/ops.py attention --peers --json results.json
-    python scripts/bench/ops.py --tune              attention tiles, for kernels/launch.py
 
 Work is each input read and each output written once, or FLOPs. An op that differs from the reference gets no figure.
 Times are medians with no inputs in L2. Modified L2 lines are written to memory while the next op runs, so the same op
@@ -19,9 +18,7 @@ import json
 import statistics
 import time
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from functools import partial
-from multiprocessing import get_context
 
 import op_peers
 import torch
@@ -30,14 +27,11 @@ from block_parts import LONG, ROUNDS, gemm_rate, in_turn
 from op_cases import DEVICE, peers_of, randn
 from triton.testing import do_bench
 
-from trireme.engine.check.cases import GROUPS, PACKED, Case, Shapes, attention_inputs, error
-from trireme.kernels import launch, ops
-from trireme.kernels.attention import attention as attention_module
+from trireme.engine.check.cases import GROUPS, Case, Shapes, attention_inputs, error
+from trireme.kernels import ops
 from trireme.kernels.launcher import Fixed, Kernel
 
 LATENT = (([4096] * 2, 16, 16, 192, 128), ([4096] * 2, 20, 20, 256, 256))  # of DeepSeek-V3 (an eighth), GLM-4.7-Flash
-TILES = [(64, k, 4, stages) for k in (32, 64, 128) for stages in (2, 3, 4)]  # rows, columns, warps, stages
-TILES += [(128, k, 8, stages) for k in (32, 64, 128) for stages in (2, 3, 4)]
 
 
 def seconds(run: Callable, rep: int = 60, flush: Callable | None = None) -> float:
@@ -171,75 +165,17 @@ def host() -> list[dict]:
     return rows
 
 
-# ---------------------------------------------------------------- tuning
-
-HEADS = 32  # of queries
-
-
-def try_tile(kernel: str, tile: tuple, lengths, K, d, time: bool) -> float:
-    """Seconds with one kernel's tile changed; inf where it fails."""
-    before = launch.attention
-    launch.attention = lambda *given: before(*given)._replace(**{kernel: launch.Tile(*tile)})
-    try:
-        attention_module._forward.cache_clear()
-        attention_module._backward.cache_clear()
-        a = attention_inputs(lengths, HEADS, K, d)
-        out, lse = torch.empty_like(a.dout), torch.zeros(HEADS, len(a.q), device=DEVICE)
-        if kernel == "fwd":
-            run = lambda: ops.attention_fwd(a.q, a.k, a.v, a.docs, a.scale, out=out)
-        else:
-            out, lse = ops.attention_fwd(a.q, a.k, a.v, a.docs, a.scale)
-            run = lambda: ops.attention_bwd(a.dout, a.q, a.k, a.v, out, lse, a.docs, a.scale, a.dq, a.dk, a.dv)
-        run()
-        return seconds(run) if time else 0.0
-    except Exception:  # out of resources
-        return float("inf")
-    finally:
-        launch.attention = before
-
-
-def tune(widths: list[int]) -> None:
-    """Prints the times of every tile that runs, best first."""
-    jobs = []
-    for d in widths:
-        for kernel in ("fwd", "dq", "dkv"):
-            for rows, columns, warps, stages in TILES:
-                if d * columns * stages <= 128 * 64 * 5:  # shared memory
-                    q, k = (columns, rows) if kernel == "dkv" else (rows, columns)
-                    jobs.append((kernel, (q, k, warps, stages), d))
-    with ProcessPoolExecutor(12, get_context("spawn")) as pool:
-        list(pool.map(compile_tile, jobs))
-    for d, lengths in itertools.product(widths, ([4096] * 2, PACKED)):
-        times = {"fwd": [], "dq": [], "dkv": []}
-        for kernel, tile, _ in (job for job in jobs if job[2] == d):
-            times[kernel].append((try_tile(kernel, tile, lengths, 8 if d == 128 else HEADS, d, True), tile))
-        for kernel, tried in times.items():
-            shown = "  ".join(f"{tile} {t * 1e6:.0f}" for t, tile in sorted(tried)[:8])
-            print(f"d{d} {len(lengths)} documents {kernel}: {shown}", flush=True)
-
-
-def compile_tile(job: tuple) -> None:
-    kernel, tile, d = job
-    try_tile(kernel, tile, [300], 8 if d == 128 else HEADS, d, False)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("groups", nargs="*", help=f"of {', '.join(GROUPS)}; all when none is named")
     parser.add_argument("--only", default="", help="only cases whose op and shape contain this")
     parser.add_argument("--flush", nargs="+", choices=FLUSHES, default=["same"], help="what empties the L2")
     parser.add_argument("--peers", nargs="*", choices=PEERS, help="time other implementations too: all, or those named")
-    parser.add_argument(
-        "--tune", type=int, nargs="*", metavar="WIDTH", help="try attention tiles for these head widths"
-    )
     parser.add_argument("--json", help="write the figures to this file")
     parser.add_argument("--host", action="store_true", help="time the host's part of small calls instead")
     args = parser.parse_args()
     if args.host:
         host()
-        return
-    if args.tune is not None:
-        tune(args.tune or [64, 128])
         return
     matmul, sustained = ceilings()
     copies = {flush: copied(flush) for flush in args.flush}

@@ -1,13 +1,16 @@
 """Other trainers compared with Trireme, in one run: python scripts/bench/rivals.py table
 
 Small models compared with torch.compile: python scripts/bench/rivals.py small
+Adapters of an 8B compared with unsloth: python scripts/bench/rivals.py adapters --only 0,1,2
 One of them alone: python scripts/bench/rivals.py zero-offload llama-1.3b --tokens 8192 --gpu-memory 24GiB
 
 `torch` is transformers with torch's fused AdamW on bf16; with --lora, peft's adapters; with --compile, the whole model
 compiled and nothing recomputed. `zero-offload` is DeepSpeed with fp32 AdamW on the CPU, `zero-infinity` with weights
 and optimizer state in files of --store too. A step of these is one micro-batch, which transfers weights and gradients
 once, without clipping. `roundpipe` is RoundPipe with fp32 AdamW on the CPU and its own micro-batches, whose weights are
-one step old unless --updates is sync. All use Liger where it is installed, unless compiled.
+one step old unless --updates is sync. These use Liger where it is installed, unless compiled. `unsloth` is unsloth with
+its own kernels, loss and checkpoints in RAM, torch's fused AdamW on adapters in fp32, under autocast as by its trainer,
+on a base in bf16 or nf4, which it loads from a checkpoint of random weights in --store, made there once.
 """
 
 from __future__ import annotations
@@ -53,8 +56,16 @@ LINES = (
     ("torch", "llama-8b", 8192, "--lora 16", "--lora 16 --ram 60GiB"),
     ("torch", "llama-8b", 32768, "--lora 16", "--lora 16 --ram 60GiB"),
 )
+ADAPTERS = tuple(
+    ("unsloth", "llama-8b", tokens, f"{how} --recompute 1,0.9,0.65,0.3,0", f"{how} --ram 60GiB")
+    for limit in (GPU, "--gpu-memory 48GiB", "")
+    for base in ("", "--base nf4")
+    for tokens in (32768, 8192)
+    for how in [f"--lora 16 --seq 2048 {base} {limit}"]
+)
 MANY = "--warmup 4 --steps 16"
 SMALL = tuple(("torch", model, 16384, f"--compile {MANY}", MANY) for model in ("llama-0.15b", "llama-0.4b"))
+TABLES = {"table": LINES, "small": SMALL, "adapters": ADAPTERS}
 UPDATES = {"async": "weights one step old (is_async, its default)", "sync": "weights up to date (is_async=False)"}
 
 # ---------------------------------------------------------------- rivals
@@ -68,8 +79,10 @@ def transformers_model(cfg, device: torch.device, liger: bool):
         from liger_kernel.transformers import apply_liger_kernel_to_llama
 
         apply_liger_kernel_to_llama()
-    keys = dict(vocab_size=cfg.vocab, hidden_size=cfg.width, intermediate_size=cfg.ffn, num_hidden_layers=cfg.n_layers)
-    config = LlamaConfig(**keys, num_attention_heads=cfg.n_heads, num_key_value_heads=cfg.n_kv_heads, use_cache=False)
+    heads, width = cfg.attentions[0], cfg.layers[0].mlp.width
+    keys = dict(vocab_size=cfg.vocab, hidden_size=cfg.width, intermediate_size=width, num_hidden_layers=len(cfg.layers))
+    keys |= dict(num_attention_heads=heads.heads, num_key_value_heads=heads.kv_heads, use_cache=False)
+    config = LlamaConfig(**keys, max_position_embeddings=cfg.max_positions)
     with torch.device(device):
         model = LlamaForCausalLM._from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
@@ -83,12 +96,41 @@ def with_peft(model, rank: int):
     return get_peft_model(model, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear"))
 
 
-def torch_rival(model, a):  # noqa: ARG001 (of others)
+def unsloth_model(cfg, a, device: torch.device):
+    """unsloth's LLaMA with its adapters on every linear layer of the blocks."""
+    os.environ |= {"HF_HUB_OFFLINE": "1", "UNSLOTH_DISABLE_STATISTICS": "1"}
+    from unsloth import FastLanguageModel  # before transformers, which it changes
+
+    folder = Path(a.store) / f"{a.model}-{len(cfg.layers)}"
+    if not (folder / "tokenizer.json").exists():
+        save_random(cfg, device, folder)
+        forget_peaks(device)
+    model, _ = FastLanguageModel.from_pretrained(
+        model_name=str(folder), max_seq_length=a.seq, dtype=torch.bfloat16, load_in_4bit=a.base == "nf4"
+    )
+    layers = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    options = dict(r=a.lora, lora_alpha=2 * a.lora, lora_dropout=0, bias="none", target_modules=layers)
+    return FastLanguageModel.get_peft_model(model, **options, use_gradient_checkpointing="unsloth", random_state=0)
+
+
+def save_random(cfg, device: torch.device, folder: Path) -> None:
+    """A checkpoint of random weights; its tokenizer, which no step uses, knows four words."""
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+
+    transformers_model(cfg, device, liger=False).save_pretrained(folder)
+    names = ("unk_token", "bos_token", "eos_token", "pad_token")
+    words = Tokenizer(models.WordLevel({name: id for id, name in enumerate(names)}, unk_token=names[0]))
+    PreTrainedTokenizerFast(tokenizer_object=words, **{name: name for name in names}).save_pretrained(folder)
+
+
+def torch_rival(model, a):
     """A step: ids [rows, seq] -> loss."""
     adamw = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], fused=True, **ADAMW)
 
     def step(ids: torch.Tensor) -> float:
-        loss = model(input_ids=ids, labels=ids).loss
+        with torch.autocast("cuda", torch.bfloat16, enabled=a.rival == "unsloth"):
+            loss = model(input_ids=ids, labels=ids).loss
         loss.backward()
         adamw.step()
         adamw.zero_grad(set_to_none=True)
@@ -136,12 +178,8 @@ def deepspeed_rival(model, zero: dict, more: dict):
         port = str(probe.getsockname()[1])
     os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
     deepspeed.init_distributed()
-    zero |= {
-        "overlap_comm": True,
-        "contiguous_gradients": True,
-        "reduce_bucket_size": 2 * 10**8,
-        "allgather_bucket_size": 2 * 10**8,
-    }
+    buckets = dict.fromkeys(("reduce_bucket_size", "allgather_bucket_size"), 2 * 10**8)
+    zero |= buckets | {"overlap_comm": True, "contiguous_gradients": True}
     config = {"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": True}, "zero_optimization": zero} | more
     adamw = DeepSpeedCPUAdam(model.parameters(), **ADAMW)
     engine = deepspeed.initialize(model=model, optimizer=adamw, config=config)[0]
@@ -193,11 +231,12 @@ def roundpipe_rival(model, a):
     return step
 
 
-RIVALS = {
-    "torch": torch_rival,
-    "zero-offload": zero_offload,
-    "zero-infinity": zero_infinity,
-    "roundpipe": roundpipe_rival,
+RIVALS = {  # with packages
+    "torch": (torch_rival, ("transformers", "peft")),
+    "zero-offload": (zero_offload, ("transformers", "deepspeed")),
+    "zero-infinity": (zero_infinity, ("transformers", "deepspeed")),
+    "roundpipe": (roundpipe_rival, ("transformers", "roundpipe")),
+    "unsloth": (torch_rival, ("transformers", "peft", "unsloth", "bitsandbytes")),
 }
 
 
@@ -236,13 +275,20 @@ def run_rival(a) -> dict:
     cfg, device = shaped(a.model, a.layers, a.lora, ""), choose_device("auto")
     if a.gpu_memory:
         torch.cuda.set_per_process_memory_fraction(a.gpu_memory / torch.cuda.get_device_properties(0).total_memory)
-    model = transformers_model(cfg, device, liger=not a.compile)  # torch 2.11 does not compile Liger 0.8.5's kernels
-    if a.compile:
-        model.gradient_checkpointing_disable()
-        model.compile()
-        a.recompute = [0]
-    blocks = model.model.layers
-    rival, tried = RIVALS[a.rival](with_peft(model, a.lora) if a.lora else model, a), []
+    if a.rival == "unsloth":
+        model = unsloth_model(cfg, a, device)
+        blocks = model.get_base_model().model.layers
+    else:
+        model = transformers_model(
+            cfg, device, liger=not a.compile
+        )  # torch 2.11 does not compile Liger 0.8.5's kernels
+        blocks = model.model.layers
+        if a.compile:
+            model.gradient_checkpointing_disable()
+            model.compile()
+            a.recompute = [0]
+        model = with_peft(model, a.lora) if a.lora else model
+    rival, tried = RIVALS[a.rival][0](model, a), []
     for setting, step in settings(a, rival, blocks):
         forget_peaks(device)
         try:
@@ -263,17 +309,8 @@ def run_rival(a) -> dict:
     speed = f"{rates['tokens_per_s']:.0f} tokens/s, {rates['model_tflops']:.1f} model TFLOP/s"
     what = f"{a.model}{f', {a.layers} layers' * bool(a.layers)}, {a.tokens} tokens, {best['setting']}"
     print(f"{a.rival}, {what}: step {best['step_s']:.3f} s, {speed}")
-    return {
-        "rival": a.rival,
-        "model": a.model,
-        "layers": cfg.n_layers,
-        "lora": a.lora,
-        "tokens": a.tokens,
-        "seq": a.seq,
-        **best,
-        **rates,
-        "tried": tried,
-    }
+    asked = {name: vars(a)[name] for name in ("rival", "model", "lora", "base", "tokens", "seq")}
+    return asked | {"layers": len(cfg.layers), **best, **rates, "tried": tried}
 
 
 # ---------------------------------------------------------------- table
@@ -303,20 +340,27 @@ def table(lines: Sequence[tuple[str, str, int, str, str]]) -> list[dict]:
 
 def main(argv: list[str]) -> int:
     a = arguments(argv)
-    tables = {"table": LINES, "small": SMALL}
-    result = table(tables[a.rival]) if a.rival in tables else run_rival(a)
+    if missing := [name for name in RIVALS.get(a.rival, (None, ()))[1] if not importlib.util.find_spec(name)]:
+        print(f"error: {a.rival} needs packages that are not here: pip install {' '.join(missing)}", file=sys.stderr)
+        return 2
+    lines = TABLES.get(a.rival, ())
+    chosen = [line for k, line in enumerate(lines) if not a.only or k in a.only]
+    result = table(chosen) if lines else run_rival(a)
     if a.json:
         Path(a.json).write_text(json.dumps(result, indent=1))
     return 0
 
 
 def arguments(argv: list[str]) -> argparse.Namespace:
-    p = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    p.add_argument("rival", choices=("table", "small", *RIVALS))
+    packages = "; ".join(f"{rival} needs {', '.join(needed)}" for rival, (_, needed) in RIVALS.items())
+    p = argparse.ArgumentParser(description=__doc__.splitlines()[0], epilog=f"Packages: {packages}.")
+    p.add_argument("rival", choices=(*TABLES, *RIVALS))
     p.add_argument("model", nargs="?", choices=[name for name in names() if "llama" in name], default="llama-1.3b")
     p.add_argument("--tokens", type=int, default=32768, help="tokens of a step")
     p.add_argument("--layers", type=int, default=0, help="the first so many of the model; 0: all")
     p.add_argument("--lora", type=int, default=0, help="rank of peft's adapters; 0: all is trained")
+    p.add_argument("--base", choices=("", "nf4"), default="", help="unsloth's frozen base; without it bf16")
+    p.add_argument("--only", type=lambda t: [int(k) for k in t.split(",")], help="lines of a table, from 0: 0,3")
     p.add_argument("--seq", type=int, default=1024)
     p.add_argument("--gpu-memory", type=size)
     p.add_argument(
@@ -329,7 +373,7 @@ def arguments(argv: list[str]) -> argparse.Namespace:
         help="of roundpipe: async (of weights one step old), sync or, the default, both in turn",
     )
     p.add_argument("--micro-batches", type=int, default=2, help="of roundpipe, by itself 2 on one GPU")
-    p.add_argument("--store", default=".", help="a folder on the drive of zero-infinity")
+    p.add_argument("--store", default=".", help="a folder, of zero-infinity and of unsloth's checkpoint")
     p.add_argument("--compile", action="store_true", help="by torch.compile")
     p.add_argument("--warmup", type=int, default=2)
     p.add_argument("--steps", type=int, default=3)
@@ -339,6 +383,10 @@ def arguments(argv: list[str]) -> argparse.Namespace:
         p.error(f"--updates {','.join(a.updates)} is not of {', '.join(UPDATES)}")
     if a.rival == "roundpipe" and (a.lora or a.compile):
         p.error("roundpipe trains all weights here, not compiled: leave out --lora and --compile")
+    if a.base and a.rival != "unsloth":
+        p.error("--base is of unsloth: leave it out")
+    if a.rival == "unsloth" and (not a.lora or a.compile):
+        p.error("unsloth trains adapters here, by its own kernels: add --lora 16, leave out --compile")
     return a
 
 
