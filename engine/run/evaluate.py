@@ -1,6 +1,4 @@
-"""Evaluation by the engine: the loss of a data set, the reference of preferences, samples; of a run and of a finished
-model.
-"""
+"""Evaluation by the engine: the loss of a data set, samples; of a run what its loss compares with."""
 
 from __future__ import annotations
 
@@ -12,7 +10,8 @@ from dataclasses import dataclass, replace
 from functools import reduce
 from itertools import chain, islice
 from operator import add
-from typing import TYPE_CHECKING, Any, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -22,12 +21,13 @@ from trireme.engine.buffers import workspace
 from trireme.engine.build import Engine, Inputs, InRam, dealt, in_ram, placed, shares
 from trireme.engine.data.codec import Codec
 from trireme.engine.data.dataset import Dataset
+from trireme.engine.data.taught import is_scores, read_names, taught_by
 from trireme.engine.hosts.group import here
 from trireme.engine.memory import DTYPE
 from trireme.engine.planner.rule import largest
 from trireme.engine.queues.names import numbered
 from trireme.engine.run import folder, record, screen
-from trireme.engine.run.record import Reference
+from trireme.engine.run.record import Reference, Snapshot
 from trireme.engine.step import evaluate, metrics_of, stream_layers
 from trireme.models.config import InputError
 from trireme.models.generate import generate, needs
@@ -35,6 +35,7 @@ from trireme.models.losses.preferences import Documents, Preference, compare, jo
 from trireme.models.rows import Load, rope_tables
 
 if TYPE_CHECKING:
+    from trireme.engine.run.job import Job
     from trireme.engine.run.state import Training
 
 LEAD, FIRST, MAX_NEW = 8, 100, 48  # tokens of a prompt from running text; sequences searched for prompts; new tokens
@@ -117,8 +118,10 @@ class Evaluator:
         steps = self.losses("the reference", data, stopped)
         return [logp for step, losses in steps for logp in in_order(step, losses)]
 
-    def samples(self, data: Dataset, codec: Codec | None, n: int, stopped: Stopped) -> list[Sample]:
-        """Greedy continuations of the beginnings of `n` documents; none if memory runs out."""
+    def samples(self, data: Dataset, codec: Codec | None, n: int, stopped: Stopped) -> list[tuple[str, str, bool]]:
+        """Beginnings of `n` documents, as long as memory allows, each with its greedy continuation, and whether the
+        model ended it; none if memory runs out.
+        """
         if codec is None or self.e.cfg.scores or not n or stopped() or here().host:
             return []
         end, out = time.monotonic() + LONGEST, list[list[int]]()
@@ -128,7 +131,7 @@ class Evaluator:
         with screen.clock().at("samples"), suppress(torch.OutOfMemoryError):
             out = continued(self.e, asked, MAX_NEW, eos, enough=enough) if all(asked) else []
         shown = zip(map(codec.decode, asked[: len(out)]), out, strict=True)
-        return [Sample(prompt, codec.decode(ids), bool(ids) and ids[-1] in eos) for prompt, ids in shown]
+        return [(prompt, codec.decode(ids), bool(ids) and ids[-1] in eos) for prompt, ids in shown]
 
 
 def documents(step: Sequence[InRam]) -> list[list[Documents]]:
@@ -176,15 +179,34 @@ def with_reference(run: Training, stopped: Stopped) -> None:
     run.job = replace(job, read=replace(job.data, reference=np.array(logps[:n], np.float64), held_out=held))
 
 
+# ---------------------------------------------------------------- a teacher
+
+
+def with_teacher(job: Job, place: folder.Folder, begun: Snapshot | None) -> Job:
+    """The job with the teacher's rows in its data; a checkpoint scores the data first, into .run/teacher. A pass that
+    was killed goes on. Raises InputError, CheckpointError, DoesNotFit, StoreError.
+    """
+    teacher, teaching, held = job.options.teacher, job.cfg.teaching, job.data.held_out
+    if not teacher or teaching is None:
+        return job
+    scores, sources = Path(teacher), {"train": job.data} | ({"val": held} if held else {})
+    taught = lambda data: replace(data, teacher=taught_by(read_names(scores), data, job.cfg.vocab))
+    with screen.clock().at("reference"):
+        if not is_scores(scores):
+            scores = place.run / "teacher"
+            if not begun:
+                from trireme.engine.run.after import score  # late: it imports this folder's modules
+
+                score.write(scores, Path(teacher), sources, teaching.k, job.cfg.vocab, job.options)
+        read = [taught(data) for data in sources.values()]
+    data = replace(read[0], held_out=held and read[-1])
+    if begun and data.teacher and begun.fixed.teacher not in ("", data.teacher.key):
+        changed = f"the teacher {teacher} is not what the run began with"
+        raise InputError(f"--resume {job.out}: {changed}. Restore it, or start again.")
+    return replace(job, read=data)
+
+
 # ---------------------------------------------------------------- samples
-
-
-class Sample(NamedTuple):
-    """A prompt as it was fitted, its continuation, and whether the model ended it."""
-
-    prompt: str
-    text: str
-    ended: bool
 
 
 def prompts(data: Dataset, n: int) -> list[list[int]]:
@@ -220,14 +242,10 @@ def continued(
         return generate(
             e.cfg, lambda: stream_layers(e), prompts, room, eos=eos, places=places, dtype=DTYPE[e.plan.dtype], **how
         )
-    except BaseException:
-        let_go(e)
+    except BaseException:  # frees the layers of this pass
+        in_flight = [task for layer in e.weights.loaded for task in layer.ready]
+        for gpu in range(e.plan.gpus):  # each after the one before: the last is over when all are
+            queue = numbered("compute", gpu)
+            in_flight = [e.queues.run(queue, "other", "break off the sample", lambda: None, in_flight)]
+        e.weights.break_off(in_flight[0])
         raise
-
-
-def let_go(e: Engine) -> None:
-    """Releases the layers of a pass that was ended early."""
-    in_flight = [task for layer in e.weights.loaded for task in layer.ready]
-    for gpu in range(e.plan.gpus):  # each after the one before: the last is over when all are
-        in_flight = [e.queues.run(numbered("compute", gpu), "other", "break off the sample", lambda: None, in_flight)]
-    e.weights.break_off(in_flight[0])

@@ -56,9 +56,8 @@ Save = Callable[[Path], Mapping[str, str]]  # writes a new folder, and returns i
 class Folder:
     """The locked folder of a run."""
 
-    def __init__(self, out: Path, run: Path, stores: list[Path], made: list[Path]):
-        """`made`: folders that did not exist, innermost first."""
-        self.out, self.run, self.stores, self.made = out, run, stores, made
+    def __init__(self, out: Path, run: Path, stores: list[Path]):
+        self.out, self.run, self.stores = out, run, stores
         self.state = State("")
         self.store: Store | None = None
 
@@ -197,14 +196,6 @@ class Folder:
             self.store.close()
             self.store = None
 
-    def undo(self) -> None:
-        """Removes what a run that failed before its first step has made."""
-        for name in LOGS if not here().host else ():
-            (self.out / name).unlink(missing_ok=True)
-            partial_of(self.out / name).unlink(missing_ok=True)
-        self.remove(self.stores)
-        remove_folders(self.made)
-
 
 # ---------------------------------------------------------------- a new one, or one that is continued
 
@@ -246,7 +237,7 @@ def opened(options: Options) -> Iterator[Folder]:
         stack.callback(os.close, fd)
         if not lock(fd):
             raise InputError(f"another process is at the run in {out}. Wait for its end, or name another --out.")
-        folder = stack.enter_context(closing(Folder(out, run, stores(options), made)))
+        folder = stack.enter_context(closing(Folder(out, run, stores(options))))
         try:
             folder.reopen() if resumes else folder.begin(options)
             yield folder
@@ -254,7 +245,11 @@ def opened(options: Options) -> Iterator[Folder]:
             log = out / "log.jsonl"
             if not (resumes or (log.exists() and log.stat().st_size) or (folder.store and folder.store.snapshots)):
                 with suppress(OSError):  # report the first error
-                    folder.undo()
+                    for name in LOGS if not host else ():
+                        (out / name).unlink(missing_ok=True)
+                        partial_of(out / name).unlink(missing_ok=True)
+                    folder.remove(folder.stores)
+                    remove_folders(made)
             raise
 
 

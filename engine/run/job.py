@@ -125,9 +125,9 @@ class Job:
     def fixed(self, begun: Snapshot | None) -> Fixed:
         """What a resumed run keeps of this one; checksums of files are those that it began with."""
         o, same = self.options, (config_of(self.cfg), tensors_of(self.source), fingerprint(self.data), self.date)
-        now = Fixed(self.plan, o.batch_size, self.rows, o.seq_len or 0, *same, launches=tuned.digest(self.launches))
-        then = begun.fixed if begun else now
-        return replace(now, base=dict(then.base), teacher=then.teacher)
+        files = dict(begun.fixed.base) if begun else {}
+        teacher, launches = self.data.teacher.key if self.data.teacher else "", tuned.digest(self.launches)
+        return Fixed(self.plan, o.batch_size, self.rows, o.seq_len or 0, *same, launches, files, teacher)
 
 
 def make(o: Options, begun: Snapshot | None = None, by_rule: bool = False) -> Job:

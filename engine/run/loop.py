@@ -19,12 +19,10 @@ from trireme.engine.build import Ahead, Inputs, InRam, in_ram, with_dropout
 from trireme.engine.check.tuned import in_use
 from trireme.engine.data.dataset import Dataset, parse_val
 from trireme.engine.data.find import find
-from trireme.engine.data.taught import is_scores, read_names, taught_by
 from trireme.engine.hosts.group import here
 from trireme.engine.optimizer import StepStats, learning_rate
-from trireme.engine.plan import DoesNotFit
 from trireme.engine.planner.correct import at_work, batch_of, corrected, until_its_end
-from trireme.engine.planner.host import computed_by, counters, memory_in_use
+from trireme.engine.planner.host import counters, memory_in_use
 from trireme.engine.planner.lines import ready_line, took_line
 from trireme.engine.planner.machine import note_drives
 from trireme.engine.planner.predict import predict
@@ -32,12 +30,10 @@ from trireme.engine.queues.names import READS
 from trireme.engine.queues.trace import Span, perfetto
 from trireme.engine.run import config_file, folder, page, report, screen
 from trireme.engine.run.after import hub
-from trireme.engine.run.evaluate import documents, with_reference
-from trireme.engine.run.folder import Folder
-from trireme.engine.run.job import Job, alternatives, check_options, check_room, make
+from trireme.engine.run.evaluate import documents, with_reference, with_teacher
+from trireme.engine.run.job import Job, check_options
 from trireme.engine.run.log import Log, Record, Tracker, changes, eval_line, trackers
 from trireme.engine.run.options import TEMPLATES, Options, flag
-from trireme.engine.run.record import Snapshot
 from trireme.engine.run.signals import Stop, stop_signals
 from trireme.engine.run.state import Training, snapshot_of
 from trireme.engine.step import train_step
@@ -60,15 +56,12 @@ class Interrupted(KeyboardInterrupt):
 
 def run(options: Options) -> int:
     """The command. Returns the exit code."""
-    try:
-        if not options.demo:
-            train(options)
-            return 0
-        from trireme.engine.run.after import demo  # late: most runs need none of it
+    from trireme.engine.run.after import demo  # late: it imports this folder's modules
 
-        made = demo.prepared(options)
+    made = demo.prepared(options) if options.demo else options
+    try:
         train(made)
-        if not options.dry_run:
+        if options.demo and not options.dry_run:
             demo.say_after(made)
     except Interrupted:
         return 130
@@ -85,16 +78,16 @@ def train(options: Options, others: Sequence[Tracker] = ()) -> Path:
     out = Path(options.out)
     here().agree("options", config_file.saved(replace(options, store=())), "Start all with the same command")
     if options.dry_run and not options.resume:
-        prepared(options, None)
+        report.prepared(options, None)
         return out
     with folder.opened(options) as place:
         with screen.clock().at("headers"):
             begun = snapshot_of(place, options) if options.resume else None
         if options.dry_run:
-            prepared(options, begun)
+            report.prepared(options, begun)
             return out
         own = trackers(options, place.state.id)  # before anything takes time
-        job, lines = prepared(options, begun)
+        job, lines = report.prepared(options, begun)
         if place.state.kept and begun and job.total_steps <= begun.progress.step:
             done = f"the run is finished at step {begun.progress.step:,}"
             raise InputError(f"--resume {out}: {done}. To go on, give more: --epochs N or --max-steps N.")
@@ -134,50 +127,6 @@ def check_checkpoint(path: Path) -> None:
     elif path.is_dir():
         return
     raise InputError(f"{path} {what}. {way}.")
-
-
-def prepared(o: Options, begun: Snapshot | None) -> tuple[Job, list[str]]:
-    """The job, and the lines of its report, which it prints. If it does not fit, the error offers what would."""
-    try:
-        job = make(o, begun)
-        if begun:
-            for line in config_file.changes(job.options, begun.options):
-                screen.say(f"changed  {line} at step {begun.progress.step:,}")
-            if begun.computed_by != (now := computed_by(job.device)):
-                screen.say(f"changed  {now}, was {begun.computed_by}: it may round differently")
-        with screen.clock().at("plan"):
-            lines = list(report.lines(job))
-        for line in lines:
-            screen.say(line)
-        if not (begun or o.assume or o.dry_run):
-            check_room(job)
-        return job, lines
-    except DoesNotFit as error:
-        raise DoesNotFit(f"{error}{alternatives(o)}", error.need) from None
-
-
-def with_teacher(job: Job, place: Folder, begun: Snapshot | None) -> Job:
-    """The job with the teacher's rows in its data; a checkpoint scores the data first, into .run/teacher. A pass that
-    was killed goes on. Raises InputError, CheckpointError, DoesNotFit, StoreError.
-    """
-    teacher, teaching, held = job.options.teacher, job.cfg.teaching, job.data.held_out
-    if not teacher or teaching is None:
-        return job
-    scores, sources = Path(teacher), {"train": job.data} | ({"val": held} if held else {})
-    taught = lambda data: replace(data, teacher=taught_by(read_names(scores), data, job.cfg.vocab))
-    with screen.clock().at("reference"):
-        if not is_scores(scores):
-            scores = place.run / "teacher"
-            if not begun:
-                from trireme.engine.run.after import score  # late: it imports this folder's modules
-
-                score.write(scores, Path(teacher), sources, teaching.k, job.cfg.vocab, job.options)
-        read = [taught(data) for data in sources.values()]
-    data = replace(read[0], held_out=held and read[-1])
-    if begun and data.teacher and begun.fixed.teacher not in ("", data.teacher.key):
-        changed = f"the teacher {teacher} is not what the run began with"
-        raise InputError(f"--resume {job.out}: {changed}. Restore it, or start again.")
-    return replace(job, read=data)
 
 
 class Run:
@@ -222,8 +171,10 @@ class Run:
     def load(self) -> None:
         """Loads the engine. A signal takes effect between two pieces, when no request to a drive is in flight."""
         training, begun, stopped = self.training, self.training.begun, lambda: self.stop.asked
-        if begun and self.job.options.export == "best":
-            self.check_best()
+        best, is_there = self.place.best(self.done.best_step), self.place.holds_best
+        if begun and self.job.options.export == "best" and here().first(not is_there(self.done.best_step)):
+            way = "Restore them from a copy, or let the last weights be the output: --export last"
+            raise InputError(f"--resume {self.place.out}: the best weights are not whole in {best}. {way}.")
         with screen.clock().at("load"), training.watched("loading"):
             training.build(stopped)
             training.load_snapshot(stopped) if begun else training.load_checkpoint(stopped)
@@ -231,17 +182,8 @@ class Run:
         if stopped():
             raise KeyboardInterrupt
         self.stop.loading = False
-        if self.job.data.teacher:
-            training.fixed = replace(training.fixed, teacher=self.job.data.teacher.key)
         if begun:
             screen.say(f"resumed at step {self.done.step:,}")
-
-    def check_best(self) -> None:
-        """Raises InputError if the best weights, which may become the output, are not there as they were written."""
-        if here().first(not here().host and not self.place.holds_best(self.done.best_step)):
-            where = self.place.best(self.done.best_step)
-            way = "Restore them from a copy, or let the last weights be the output: --export last"
-            raise InputError(f"--resume {self.place.out}: the best weights are not whole in {where}. {way}.")
 
     def steps(self, ahead: Ahead[int, list[InRam]]) -> None:
         done, o, total, training = self.done, self.job.options, self.job.total_steps, self.training
@@ -387,7 +329,7 @@ class Run:
             self.evaluate_general()
         if self.stop.leaving:
             return
-        record |= {"sample": samples[0].text} if samples else {}
+        record |= {"sample": samples[0][1]} if samples else {}
         with training.watched("log"):
             self.log.add(record)
         note, above = "", start is not None and not loss < start

@@ -1,4 +1,4 @@
-"""A job as lines, before the first step, and as figures for Python."""
+"""A job as lines, which are printed before the first step, and as figures for Python."""
 
 from __future__ import annotations
 
@@ -7,15 +7,18 @@ from typing import Any
 
 from trireme.engine.amounts import compact, count, duration, gb, gib, seconds
 from trireme.engine.geometry import Geometry
+from trireme.engine.plan import DoesNotFit
 from trireme.engine.planner import lines as forecasts
 from trireme.engine.planner.advice import ENDLESS, faster
 from trireme.engine.planner.clock import Part
-from trireme.engine.planner.host import available_ram
+from trireme.engine.planner.host import available_ram, computed_by
 from trireme.engine.planner.whole import Events, compile_s, estimated_parts, evaluation_s, written
-from trireme.engine.run import screen
+from trireme.engine.run import config_file, screen
 from trireme.engine.run.evaluate import LONGEST, MAX_NEW
-from trireme.engine.run.job import BYTES, Job, bytes_of
+from trireme.engine.run.job import BYTES, Job, alternatives, bytes_of, check_room, make
 from trireme.engine.run.opening import of_head, parameters
+from trireme.engine.run.options import Options
+from trireme.engine.run.record import Snapshot
 from trireme.engine.tuning.cached import Cached
 from trireme.engine.tuning.chosen import trained_lines
 from trireme.engine.tuning.packed_source import Packed
@@ -200,3 +203,23 @@ def figures(job: Job) -> dict[str, Any]:
         "written_bytes": sum(written(f, job.total_steps, events(job, 0, job.total_steps * step_s)).values()),
     }
     return known | sizes | (timed if job.on_gpu else dict.fromkeys(timed))
+
+
+def prepared(o: Options, begun: Snapshot | None) -> tuple[Job, list[str]]:
+    """The job, and the lines of its report, which it prints. If it does not fit, the error offers what would."""
+    try:
+        job = make(o, begun)
+        if begun:
+            for line in config_file.changes(job.options, begun.options):
+                screen.say(f"changed  {line} at step {begun.progress.step:,}")
+            if begun.computed_by != (now := computed_by(job.device)):
+                screen.say(f"changed  {now}, was {begun.computed_by}: it may round differently")
+        with screen.clock().at("plan"):
+            report = list(lines(job))
+        for line in report:
+            screen.say(line)
+        if not (begun or o.assume or o.dry_run):
+            check_room(job)
+        return job, report
+    except DoesNotFit as error:
+        raise DoesNotFit(f"{error}{alternatives(o)}", error.need) from None

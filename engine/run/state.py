@@ -225,11 +225,9 @@ class Training:
         """
         self.apply_updates()
         self.check_base(copied=False)
-        if not (self.store.snapshots and self.store.snapshots[-1].step == self.progress.step):
-            self._commit(log)
-
-    def _commit(self, log: Callable[[], int]) -> None:
         done, placement = self.progress, self.engine.placement
+        if self.store.snapshots and self.store.snapshots[-1].step == done.step:
+            return
         with screen.clock().at("snapshots"), self.watched("snapshot"):
             with screen.working("saving", placement.nbytes(everything=False)) as progressed:
                 save_to_store(placement, progressed)

@@ -82,12 +82,6 @@ class Finished:
         trained = str(template) if self.adapter and template.is_file() else trained
         return load_codec(where, o.chat_template or trained, date.today().isoformat())
 
-    def writer(self, o: Reading | Sample) -> Codec:
-        """As `codec`. Raises InputError if there is no tokenizer."""
-        if codec := self.codec(o):
-            return codec
-        raise InputError(f"{self.tokenizer(o)} has no tokenizer.json. Name a folder that has one: --tokenizer DIR.")
-
     def refuse_scores(self, use: str) -> None:
         """Raises InputError if the model has a score head, which gives no text."""
         if self.cfg.scores:

@@ -14,12 +14,9 @@ from types import SimpleNamespace
 from typing import Any
 
 from trireme.engine.run import cli, screen
-from trireme.engine.run.options import Base, Eval, Options, Sample, table
+from trireme.engine.run.options import Eval, Options, Sample, table
 
-Names = str | Path | Sequence[str | Path]
-Record = dict[str, Any]
 Prompt = str | Sequence[Mapping[str, Any]]  # a text, or messages
-
 os.environ.update(cli.ENVIRONMENT | os.environ)  # before torch is loaded, whose threads read it
 SHORT = ("model ", "steps ", "disk ", "time ", "ready ")  # lines of a report that a plan shows
 
@@ -76,7 +73,7 @@ class Plan(SimpleNamespace):
 # ---------------------------------------------------------------- calls
 
 
-def finetune(*, on_step: Callable[[Record], object] | None = None, show: bool = True, **options: Any) -> Run:
+def finetune(*, on_step: Callable[[dict[str, Any]], object] | None = None, show: bool = True, **options: Any) -> Run:
     """Trains. `on_step` gets the log.jsonl record of each step and evaluation; `show`: print as the command
     does. Raises Error.
     """
@@ -114,7 +111,7 @@ def sample(folder: str | Path, prompt: Prompt | Sequence[Prompt], **options: Any
     return answers[0] if is_one else answers
 
 
-def evaluate(folder: str | Path, data: Names, **options: Any) -> Any:
+def evaluate(folder: str | Path, data: str | Path | Sequence[str | Path], **options: Any) -> Any:
     """Loss and other figures of a file of data; of a list of files a list of them. Raises Error."""
     from trireme.engine.run.after.eval import losses  # late: torch takes seconds
 
@@ -124,12 +121,7 @@ def evaluate(folder: str | Path, data: Names, **options: Any) -> Any:
     return results[0] if is_one else results
 
 
-def _document(call: Callable[..., Any], cls: type[Base]) -> None:
-    """Adds the options of the command line to a function's docstring."""
-    by_place = {*inspect.signature(call).parameters} | ({"prompts", "chat"} if cls is Sample else set())
-    lines = (f"    {name}: {f.metadata['help']}" for name, f in table(cls).items() if name not in by_place)
-    call.__doc__ = "\n".join((f"{call.__doc__}\n    Options, as on the command line:\n", *lines))
-
-
 for _call, _cls in ((finetune, Options), (plan, Options), (sample, Sample), (evaluate, Eval)):
-    _document(_call, _cls)
+    _by_place = {*inspect.signature(_call).parameters, *(("prompts", "chat") if _cls is Sample else ())}
+    _lines = (f"    {name}: {f.metadata['help']}" for name, f in table(_cls).items() if name not in _by_place)
+    _call.__doc__ = "\n".join((f"{_call.__doc__}\n    Options, as on the command line:\n", *_lines))

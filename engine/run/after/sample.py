@@ -51,10 +51,6 @@ class Speaker:
     sampling: Sampling
     o: Sample
 
-    @property
-    def positions(self) -> int:
-        return self.e.e.cfg.max_positions
-
     def text(self, prompt: Sequence[int], new: Sequence[int]) -> str:
         """New tokens as text, without the end token."""
         content = new[:-1] if new and new[-1] in self.sampling.ends else new
@@ -81,7 +77,7 @@ class Speaker:
                     length = len(text)
             return tokens
 
-        room = [min(self.o.max_new_tokens, self.positions - len(prompt)) for prompt in prompts]
+        room = [min(self.o.max_new_tokens, self.e.e.cfg.max_positions - len(prompt)) for prompt in prompts]
         made = [
             Answer(self.text(prompt, ids), len(ids), bool(ids) and ids[-1] in self.sampling.ends)
             for prompt, ids in zip(
@@ -124,7 +120,9 @@ def speaking(o: Sample, prompts: Sequence[Any]) -> Iterator[tuple[Speaker, list[
     """
     f = open_finished(o.folder, o.model)
     f.refuse_scores(f"trireme score {o.folder} --data FILE --out DIR")
-    codec, positions = f.writer(o), f.cfg.max_positions
+    codec, positions = f.codec(o), f.cfg.max_positions
+    if codec is None:
+        raise InputError(f"{f.tokenizer(o)} has no tokenizer.json. Name a folder that has one: --tokenizer DIR.")
     sampling = sampling_of(o, f.base, codec.facts.eos)
     if o.chat and not codec.facts.template:
         raise InputError(f"{o.folder} has no chat template. Add --chat-template plain, or use --prompt TEXT.")
@@ -168,7 +166,9 @@ def _tokens(codec: Codec, o: Sample, prompt: Any, where: str) -> list[int]:
         return codec.prompt(prompt, where)
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     try:
-        return codec.prompt(_as_chat(o, messages), where)
+        chat = chat_of({"messages": messages}, answered=False) if messages != [] else Chat([])
+        chat = with_system(chat, o.system) if o.system else chat
+        return codec.prompt(chat._replace(variables=json.loads(o.chat_template_kwargs or "{}") or None), where)
     except BadRow as error:
         raise InputError(f"{where}: {error}.") from None
 
@@ -179,13 +179,6 @@ def _check(prompts: Sequence[Sequence[int]], positions: int) -> None:
         raise InputError(f"a prompt of {count(wrong[0], 'token')}: expected 1 to {positions - 1:,}, by the model.")
 
 
-def _as_chat(o: Sample, messages: Any) -> Chat:
-    """Messages with the system message and the variables of the options. Raises BadRow."""
-    chat = chat_of({"messages": messages}, answered=False) if messages != [] else Chat([])
-    chat = with_system(chat, o.system) if o.system else chat
-    return chat._replace(variables=json.loads(o.chat_template_kwargs or "{}") or None)
-
-
 # ---------------------------------------------------------------- conversation
 
 
@@ -194,7 +187,8 @@ def _converse(speaker: Speaker, write: Hear) -> None:
     long for the model, of whose positions a quarter at most stays for an answer.
     """
     tokens = lambda turns: _tokens(speaker.codec, speaker.o, turns, "the conversation")
-    turns, room = list[dict[str, Any]](), min(speaker.o.max_new_tokens, speaker.positions // 4)
+    turns, positions = list[dict[str, Any]](), speaker.e.e.cfg.max_positions
+    room = min(speaker.o.max_new_tokens, positions // 4)
     screen.say(f"chat     {HELP}")
     while (line := _line()) and line not in ("/quit", "/exit"):
         if line == "/new":
@@ -204,12 +198,12 @@ def _converse(speaker: Speaker, write: Hear) -> None:
         else:
             turns, before = [*turns, {"role": "user", "content": line}], len(turns)
             try:
-                while len(ids := tokens(turns)) + room > speaker.positions and len(turns) > 2:
+                while len(ids := tokens(turns)) + room > positions and len(turns) > 2:
                     turns = turns[2:]
                 if dropped := (before + 1 - len(turns)) // 2:
-                    why_dropped = f"to fit in {speaker.positions:,} tokens"
+                    why_dropped = f"to fit in {positions:,} tokens"
                     screen.say(f"note: the oldest {count(dropped, 'turn')} left out, {why_dropped}")
-                _check([ids], speaker.positions)
+                _check([ids], positions)
             except InputError as error:
                 screen.warn(str(error))
                 turns.pop()

@@ -72,7 +72,7 @@ def run(o: Score) -> int:
     with screen.to(sys.stderr):
         f = opened.open_finished(o.folder, o.model)
         o = opened.with_defaults(f, o)
-        codec = f.writer(o)
+        codec = f.codec(o)
         if f.cfg.scores:
             lines = _write_answers(f, o, codec, folder)
         else:
@@ -98,7 +98,7 @@ def write(folder: Path, teacher: Path, sources: Mapping[str, Dataset], k: int, b
 # ---------------------------------------------------------------- labels and rewards
 
 
-def _write_answers(f: Finished, o: Score, codec: Codec, folder: Path) -> list[str]:
+def _write_answers(f: Finished, o: Score, codec: Codec | None, folder: Path) -> list[str]:
     """Writes a label or a reward for each row; returns a line for each file."""
     sources, lines = list[Dataset](), list[str]()
     for name in o.data:
