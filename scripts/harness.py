@@ -30,7 +30,7 @@ from trireme.engine.data.dataset import IGNORED, MicroBatch
 from trireme.engine.data.forms import Chat
 from trireme.engine.layers import head_losses
 from trireme.engine.run import screen
-from trireme.engine.run.after.opened import computing, open_finished, rows_of
+from trireme.engine.run.after.opened import computing, open_finished
 from trireme.engine.run.after.sample import AT_ONCE, Speaker
 from trireme.engine.run.after.sampling import Sampling, picked
 from trireme.engine.run.evaluate import Evaluator
@@ -98,9 +98,9 @@ class Streamed(TemplateLM):
         if not texts:
             return []
         longest = max(len(ids) for ids, _ in texts) - 1
-        rows, answers = rows_of(self.o, longest), list[tuple[float, bool]]()
-        with computing(self.f, self.o, rows, longest) as e:
-            batches = list(_packed(texts, rows * longest))
+        answers = list[tuple[float, bool]]()
+        with computing(self.f, self.o, longest) as e:
+            batches = list(_packed(texts, e.rows * longest))
             with screen.working("scoring", sum(len(mb.ids) for mb in batches), "tokens") as scored:
                 for a in range(0, len(batches), e.n_micro):
                     group, of = batches[a : a + e.n_micro], dict[int, list[tuple[float, bool]]]()
@@ -120,7 +120,7 @@ class Streamed(TemplateLM):
         most = [int(o.get("max_gen_toks", o.get("max_new_tokens", 256))) for _, o in asked]
         prompts = [self.tok_encode(text)[-max(1, self.longest - n) :] for (text, _), n in zip(asked, most, strict=True)]
         longest, texts = max(map(len, prompts)), list[str]()
-        with computing(self.f, self.o, 1, longest, min(AT_ONCE, len(prompts)), max(most)) as e:
+        with computing(self.f, self.o, longest, min(AT_ONCE, len(prompts)), max(most)) as e:
             for a in range(0, len(prompts), AT_ONCE):
                 some = slice(a, a + AT_ONCE)
                 texts += self._texts(e, prompts[some], most[some], [o for _, o in asked[some]])

@@ -11,7 +11,7 @@ import numpy as np
 
 from trireme.engine.data.dataset import Dataset
 from trireme.engine.run import screen
-from trireme.engine.run.after.opened import Finished, computing, open_finished, read_rows, rows_of, with_defaults
+from trireme.engine.run.after.opened import Finished, computing, open_finished, read_rows, with_defaults
 from trireme.engine.run.opening import kind_of, preference_of
 from trireme.engine.run.options import Eval
 from trireme.models.config import InputError
@@ -60,7 +60,7 @@ def prepared(f: Finished, o: Eval) -> tuple[Eval, list[Dataset], Preference | No
         seq_len = data[0].options.room
         before = _reference(f, o, data)
         screen.say(f"compared with {before.name}")
-        with computing(before, o, rows_of(o, seq_len), seq_len) as e:
+        with computing(before, o, seq_len) as e:
             data = [replace(d, reference=np.array(e.logps([d]))) for d in data]
     return o, data, preference
 
@@ -68,7 +68,7 @@ def prepared(f: Finished, o: Eval) -> tuple[Eval, list[Dataset], Preference | No
 def figures(f: Finished, o: Eval, data: list[Dataset], preference: Preference | None) -> Iterator[dict[str, float]]:
     """As `losses`, of a model with the tokens and the head of the one for which the data were prepared."""
     seq_len = data[0].options.room
-    with computing(f, o, rows_of(o, seq_len), seq_len) as e:
+    with computing(f, o, seq_len) as e:
         for read in data:
             loss, others = e.loss(read, preference)
             perplexity = {} if preference or f.cfg.scores else {"perplexity": math.exp(min(loss, 50.0))}

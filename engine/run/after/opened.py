@@ -159,16 +159,10 @@ def rows_in(name: str) -> Iterator[tuple[str, dict[str, Any]]]:
 # ---------------------------------------------------------------- the engine
 
 
-def rows_of(o: Machine, seq_len: int) -> int:
-    """Sequences of a micro-batch."""
-    on_gpu = o.device != "cpu" and torch.cuda.is_available()
-    return max(1, AT_ONCE // seq_len) if on_gpu else 1
-
-
 @contextmanager
-def computing(f: Finished, o: Machine, rows: int, seq_len: int, texts: int = 0, new: int = 0) -> Iterator[Evaluator]:
-    """A context with an engine that computes micro-batches of `rows` sequences. `texts`: how many are continued
-    together, of up to `seq_len` tokens, by `new` ones: the plan leaves memory for them.
+def computing(f: Finished, o: Machine, seq_len: int, texts: int = 0, new: int = 0) -> Iterator[Evaluator]:
+    """A context with an engine that computes sequences of up to `seq_len` tokens. `texts`: how many are continued
+    together by `new` ones: the plan leaves memory for them.
 
     Raises DoesNotFit, InputError, StoreError.
     """
@@ -178,6 +172,7 @@ def computing(f: Finished, o: Machine, rows: int, seq_len: int, texts: int = 0, 
         raise InputError(f"--dtype {o.dtype} is for training. Give bf16 or fp32, or leave it out.")
     if texts:
         limits = replace(limits, gpu=limits.gpu - needs(f.cfg, texts, seq_len, new, DTYPE[dtype].itemsize))
+    rows = 1 if texts or device.type == "cpu" else max(1, AT_ONCE // seq_len)
     plan = forward_plan(f.cfg, limits, [(rows * seq_len, n) for n in PASSES], dtype, limits.gpus)
     queues = RealQueues(device, gpus=plan.gpus)
     with ExitStack() as stack:

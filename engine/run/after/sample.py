@@ -122,7 +122,7 @@ def speaking(o: Sample, prompts: Sequence[Any]) -> Iterator[tuple[Speaker, list[
     f.refuse_scores(f"trireme score {o.folder} --data FILE --out DIR")
     codec, positions = f.codec(o), f.cfg.max_positions
     if codec is None:
-        raise InputError(f"{f.tokenizer(o)} has no tokenizer.json. Name a folder that has one: --tokenizer DIR.")
+        raise InputError(f"{f.tokenizer(o)} has no tokenizer.json. Name a folder with one: --tokenizer DIR.")
     sampling = sampling_of(o, f.base, codec.facts.eos)
     if o.chat and not codec.facts.template:
         raise InputError(f"{o.folder} has no chat template. Add --chat-template plain, or use --prompt TEXT.")
@@ -135,7 +135,7 @@ def speaking(o: Sample, prompts: Sequence[Any]) -> Iterator[tuple[Speaker, list[
     _check(tokens, positions)
     longest = max(map(len, tokens), default=min(CONTEXT, positions - 1))
     new = min(o.max_new_tokens, positions - longest)
-    with computing(f, o, 1, longest, min(AT_ONCE, max(1, len(prompts))), new) as e:
+    with computing(f, o, longest, min(AT_ONCE, max(1, len(prompts))), new) as e:
         screen.say(f"sample   {sampling}")
         yield Speaker(e, codec, sampling, o), tokens
 

@@ -109,17 +109,12 @@ def _write_answers(f: Finished, o: Score, codec: Codec | None, folder: Path) -> 
             sources.append(opened.read_rows(f, o, codec, str(place / "rows.jsonl"), "classes"))
     seq_len = sources[0].options.room
     folder.mkdir(parents=True, exist_ok=True)
-    with opened.computing(f, o, opened.rows_of(o, seq_len), seq_len) as e:
+    with opened.computing(f, o, seq_len) as e:
         for i, (name, data) in enumerate(zip(o.data, sources, strict=True)):
             records = _records(f, e, data)
             content = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
             replace_synced(folder / f"{i:03}.jsonl", content.encode())
-            if f.cfg.scores == 1:
-                mean = sum(record["reward"] for record in records) / len(records)
-                lines.append(f"{name}: {count(len(records), 'row')}, mean reward {mean:.4f}")
-            else:
-                chosen = [record["label"] for record in records]
-                lines.append(f"{name}: {', '.join(f'{label} {chosen.count(label)}' for label in f.labels)}")
+            lines.append(f"{name}: {count(len(records), 'row')}")
     return lines
 
 
@@ -167,7 +162,7 @@ def _write_scores(
         raise InputError(f"{path} is of another model, data or options. Name another folder.")
     folder.mkdir(parents=True, exist_ok=True)
     replace_synced(path, claim)
-    with opened.computing(f, o, opened.rows_of(o, seq_len), seq_len) as e:
+    with opened.computing(f, o, seq_len) as e:
         for i, (name, data) in enumerate(sources.items()):
             total, labels = Pass(f, e, data, folder / f"{i:03}", k, below).write()
             lines.append(f"{name}: loss {-total / max(1, labels):.4f} of {count(labels, 'label')}")
