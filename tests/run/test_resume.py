@@ -159,7 +159,7 @@ def stopped_run(checkpoint):
 def test_other_data_and_another_model_are_refused(stopped_run, checkpoint, tmp_path):
     other = tmp_path / "other.txt"
     other.write_text(Path(stopped_run.data[0]).read_text() + "More.\n")
-    with pytest.raises(InputError, match="the data is not what the run began with"):
+    with pytest.raises(InputError, match="--data.* Restore it"):
         train(replace(stopped_run, resume=stopped_run.out, data=(str(other),)))
     model = tmp_path / "model"
     shutil.copytree(stopped_run.model, model)
