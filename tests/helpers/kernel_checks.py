@@ -61,6 +61,13 @@ DEVICES = [
     pytest.param("cuda", marks=pytest.mark.gpu),
 ]
 DTYPES = [torch.float32, torch.bfloat16]
+
+
+def on_gpu(*values):
+    """A case of a GPU alone: it is slow in the interpreter, where smaller ones take the same branches."""
+    return pytest.param(*values, marks=pytest.mark.gpu)
+
+
 LOADS = ["drawn", "one expert has all", "some have none"]
 
 # Relative Frobenius error against fp64 on the same inputs.

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from kernel_checks import DEVICES, LOADS, check, choices, framed
+from kernel_checks import DEVICES, LOADS, check, choices, framed, on_gpu
 
 from trireme.kernels import ops
 from trireme.kernels.fp8 import reference
@@ -54,6 +54,8 @@ def inputs(kind: str, N: int, D: int) -> torch.Tensor:
 KINDS = ["normal", "spread", "zeros", "negative zeros", "one outlier", "denormal", "all outliers", "halfway", "inf",
          "nan", "nothing finite"]  # fmt: skip
 SHAPES = [(1, 16), (16, 48), (37, 80), (70, 272)]
+CASES = [(kind, SHAPES[i % 4]) for i, kind in enumerate(KINDS)]  # each kind in a shape; a GPU has all
+CASES += [on_gpu(kind, shape) for kind in KINDS for shape in SHAPES if (kind, shape) not in CASES]
 
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -64,8 +66,7 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 @DEVICE
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize(("kind", "shape"), CASES, ids=str)
 def test_codes_and_scale_are_those_of_plain_torch(kind, shape, device, quantize):
     x = inputs(kind, *shape)
     given = framed(x.to(device))
@@ -161,7 +162,7 @@ def test_products_are_those_of_the_codes(rows, out_dtype, device):
 
 @DEVICE
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32], ids=str)
-@pytest.mark.parametrize(("M", "N", "K"), [(50, 70, 96), (1, 32, 16), (300, 130, 272)])
+@pytest.mark.parametrize(("M", "N", "K"), [(50, 70, 96), (1, 32, 16), on_gpu(300, 130, 272)])
 def test_products_with_block_scales_of_one(M, N, K, out_dtype, device):
     """In fp64, as those without scales; NaN in a row stays there."""
     from trireme.kernels.fp8 import block_scaled
@@ -239,8 +240,14 @@ def test_experts_have_scales_of_their_own(turned, shape, device):
 
 @pytest.mark.full
 @DEVICE
-@pytest.mark.parametrize("load", LOADS)
-@pytest.mark.parametrize(("N", "E", "k", "A", "B"), [(21, 5, 2, 48, 80), (50, 3, 1, 160, 16), (100, 9, 3, 272, 144)])
+@pytest.mark.parametrize(
+    ("load", "N", "E", "k", "A", "B"),
+    [
+        *[(LOADS[i], *sizes) for i, sizes in enumerate([(21, 5, 2, 48, 80), (50, 3, 1, 160, 16), (21, 4, 2, 16, 48)])],
+        *[on_gpu(load, 50, 3, 1, 160, 16) for load in LOADS],
+        *[on_gpu(load, 100, 9, 3, 272, 144) for load in LOADS],
+    ],
+)
 def test_grouped_products_are_those_of_the_codes(N, E, k, A, B, load, device):
     """In fp64: rows by token and sorted ones, with biases and without; NaN in a row stays there."""
     from trireme.kernels.experts import matmuls
@@ -281,7 +288,7 @@ GATED = [Act("silu"), Act("gelu")]
 
 @DEVICE
 @pytest.mark.parametrize("act", GATED)
-@pytest.mark.parametrize("shape", [(1, 16), (37, 80)], ids=str)
+@pytest.mark.parametrize("shape", [(3, 16), on_gpu((1, 16)), on_gpu((37, 80))], ids=str)
 @pytest.mark.parametrize("kind", ["normal", "one outlier", "inf", "inf when rounded", "nan"])
 def test_codes_of_gated_gradients_are_those_of_the_plain_kernel(act, shape, kind, device):
     """To the bit."""
@@ -303,7 +310,7 @@ def test_codes_of_gated_gradients_are_those_of_the_plain_kernel(act, shape, kind
 @pytest.mark.full
 @DEVICE
 @pytest.mark.parametrize("kind", ["normal", "one outlier", "zeros", "inf", "inf when rounded", "nan"])
-@pytest.mark.parametrize("shape", [(1, 16), (37, 80), (200, 2064)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 16), (70, 32), (3, 2064), on_gpu((200, 2064))], ids=str)
 def test_maxima_that_ops_leave_are_those_of_their_results(kind, shape, device):
     """Of norms and activations, of the launchers and of the reference."""
     from trireme.kernels import activations, norms

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from kernel_checks import DEVICES, DTYPES, FP32_SUM, check, randn, up
+from kernel_checks import DEVICES, DTYPES, FP32_SUM, check, on_gpu, randn, up
 from torch.nn.functional import layer_norm, rms_norm, silu
 
 from trireme.kernels import launch, norms, reference
@@ -27,10 +27,10 @@ FORMS = {
 CASES = [(form, (7, 3, 40)) for form in FORMS]
 CASES += [("rms", (1, 1, 600)), ("rms", (70, 2, 128)), ("layer", (5, 1, 257)), ("layer", (5, 1, 2048))]
 # rows of several parts; a part's last columns are short
-CASES += [("rms + residual", (1, 1, 8200)), ("gate last", (1, 1, 8200)), ("gate first, by head", (1, 2, 8200))]
-CASES += [("layer", (1, 1, 16384))]
+CASES += [("layer + residual", (1, 1, 8200))]
+CASES += [on_gpu(form, (1, 2, 8200)) for form in ("rms + residual", "gate last", "gate first, by head")]
 LARGE = [(9, 1, 5120), (1500, 1, 12288), (300, 1, 16384), (300, 8, 8192), (20, 3, 18432), (300, 40, 128)]
-CASES += [pytest.param(form, shape, marks=pytest.mark.gpu) for form in FORMS for shape in LARGE]
+CASES += [on_gpu(form, shape) for form in FORMS for shape in LARGE]
 
 
 class Inputs:
