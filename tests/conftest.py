@@ -6,6 +6,8 @@ import os
 import signal
 import tempfile
 import threading
+from collections import Counter
+from itertools import combinations
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 from types import SimpleNamespace
@@ -54,8 +56,18 @@ def pytest_pycollect_makeitem(collector, name, obj):
 
 
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by marker
-def pytest_collection_modifyitems(items):
-    """Marks cases of a `grid` but the named ones, or the first, `full`; skips those of a GPU where there is none."""
+def pytest_collection_modifyitems(config, items):
+    """Leaves out what `turns` does not take; marks cases of a `grid` but the named ones, or the first, `full`; skips
+    those of a GPU where there is none.
+    """
+    functions = {}
+    for item in items:
+        if hasattr(item, "callspec") and item.get_closest_marker("turns") and not item.get_closest_marker("gpu"):
+            functions.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    taken = {item for cases in functions.values() for item in _by_turns(cases)}
+    left_out = [item for cases in functions.values() for item in cases if item not in taken]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in set(left_out)]
     seen = set()
     for item in items:
         function = item.nodeid.partition("[")[0]
@@ -65,6 +77,28 @@ def pytest_collection_modifyitems(items):
         seen.add(function)
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
+def _by_turns(cases: list) -> list:
+    """The first of a function's cases, those that `grid` names, and as few more as have every value of every
+    parameter: each about as often as others, and beside ever another.
+    """
+    values = {case: [*enumerate(case.callspec._idlist)] for case in cases}
+    grid = cases[0].get_closest_marker("grid")
+    chosen = [case for case in cases if grid and case.callspec.id in grid.args] or cases[:1]
+    used = Counter(value for case in chosen for value in values[case])
+    pairs = {pair for case in chosen for pair in combinations(values[case], 2)}
+    every = {value for of in values.values() for value in of}
+    while len(used) < len(every):
+
+        def worth(case) -> tuple[int, int, int]:
+            new, beside = sum(not used[v] for v in values[case]), combinations(values[case], 2)
+            return new, -sum(used[v] for v in values[case]), sum(pair not in pairs for pair in beside)
+
+        chosen.append(max(cases, key=worth))
+        used.update(values[chosen[-1]])
+        pairs.update(combinations(values[chosen[-1]], 2))
+    return chosen
 
 
 @pytest.fixture(scope="session")

@@ -26,7 +26,7 @@ from trireme.models.sizes import narrow, shapes
 from trireme.storage.checkpoint import NUMPY, convert, dtype_of, open_source
 from trireme.storage.layout import ITEMSIZE
 
-pytestmark = pytest.mark.grid
+pytestmark = [pytest.mark.grid, pytest.mark.turns]
 
 TIED = replace(LLAMA, tied=True)
 CASE = "qwen3 moe"

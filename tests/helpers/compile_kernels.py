@@ -1,6 +1,7 @@
 """Compiles every launch that a set of launcher calls makes, for a chip that need not be at hand; prints its resources.
 
     python tests/helpers/compile_kernels.py 89              launches that a test compiles for that chip
+    python tests/helpers/compile_kernels.py 89 --first      of these the first launch of each kernel
     python tests/helpers/compile_kernels.py --memory        memory alone: one launch of each kind of tile
     python tests/helpers/compile_kernels.py --all           every launch on every chip: some minutes each
     python tests/helpers/compile_kernels.py --all --dtype fp32
@@ -134,13 +135,15 @@ def _measured(source, options: dict, arch: int) -> dict:
         return dict(shared=known.args[0], tensor=known.args[1])
 
 
-def compiled(arch: int, calls):
-    """Resources of each distinct kernel that the functions in `calls` launch, on a chip of that arch, one by one."""
+def compiled(arch: int, calls, first: bool = False):
+    """Resources of each distinct launch that the functions in `calls` make, on a chip of that arch, one by one; or of
+    the first of each kernel.
+    """
     seen = {}
 
     def run(fn, *args, grid, warmup, **kwargs):
         source, options = _source(fn, args, kwargs)
-        seen.setdefault(f"{source.hash()} {options}", (fn, source, options))
+        seen.setdefault(fn.__name__ if first else f"{source.hash()} {options}", (fn, source, options))
 
     jit.JITFunction.run, launch.chip = run, lambda device: CHIPS[arch]
     target_info.current_target = _target(arch)
@@ -441,6 +444,7 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("chips", nargs="*", type=int, default=[*CHIPS])
     parser.add_argument("--all", action="store_true")
+    parser.add_argument("--first", action="store_true")
     parser.add_argument("--memory", action="store_true")
     parser.add_argument("--dtype", choices=("bf16", "fp32"), default="bf16")
     given = parser.parse_args()
@@ -451,7 +455,7 @@ def main() -> int:
         calls = kinds(arch) if given.memory else listed(arch)
         if given.all:
             calls = every(arch, FP32 if given.dtype == "fp32" else BF16)
-        for entry in compiled(arch, calls):
+        for entry in compiled(arch, calls, given.first):
             print(json.dumps(entry), flush=True)
             wrong += misfit(entry)
     return int(wrong > 0)

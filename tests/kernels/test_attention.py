@@ -8,7 +8,7 @@ from trireme.kernels.attention import attention, gate, reference
 from trireme.kernels.attention import sinks as sinks_
 from trireme.kernels.attention.docs import make_docs
 
-pytestmark = pytest.mark.grid
+pytestmark = [pytest.mark.grid, pytest.mark.turns]
 
 OUT = {torch.float32: 2e-6, torch.bfloat16: 2.5e-3}
 GRADIENT = {torch.float32: 5e-6, torch.bfloat16: 4e-3}

@@ -12,7 +12,7 @@ from trireme.kernels.attention.docs import make_docs
 from trireme.kernels.experts.reference import sort_pairs
 from trireme.kernels.reference import Act
 
-pytestmark = pytest.mark.grid
+pytestmark = [pytest.mark.grid, pytest.mark.turns]
 
 
 @pytest.mark.parametrize("device", DEVICES)

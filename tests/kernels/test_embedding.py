@@ -6,7 +6,7 @@ from kernel_checks import DEVICES, DTYPES, ONE_ROUNDING, check, randn, up
 
 from trireme.kernels import embedding, reference
 
-pytestmark = pytest.mark.grid
+pytestmark = [pytest.mark.grid, pytest.mark.turns]
 
 
 @pytest.mark.parametrize("device", DEVICES)

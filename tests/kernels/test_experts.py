@@ -9,7 +9,7 @@ from trireme.kernels.experts import order as order_
 from trireme.kernels.experts.reference import Rule
 from trireme.kernels.reference import Act, act_bwd_
 
-pytestmark = pytest.mark.grid
+pytestmark = [pytest.mark.grid, pytest.mark.turns]
 
 RULES = [Rule(2), Rule(3, renormalise=False), Rule(2, sigmoid=True, scale=1.5), Rule(1, False, True, 2.0), Rule(5)]
 GROUPED = [  # of 12 experts

@@ -11,7 +11,7 @@ from trireme.kernels.loss import loss, reference
 from trireme.kernels.loss.reference import Taught
 from trireme.kernels.reference import soft_cap
 
-pytestmark = pytest.mark.grid
+pytestmark = [pytest.mark.grid, pytest.mark.turns]
 
 # of losses, dx, dw; bf16: a few logits carry each sum, so their rounding does not average out
 BOUNDS = {torch.float32: (2e-6, 1e-5, 1e-5), torch.bfloat16: (5e-3, 1e-2, 1e-2)}

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from trireme.kernels import host_adamw, moments
 
-pytestmark = pytest.mark.grid
+pytestmark = [pytest.mark.grid, pytest.mark.turns]
 
 HYPER = dict(lr=3e-3, beta1=0.9, beta2=0.95, weight_decay=0.0, n_decay=0)
 

@@ -5,10 +5,10 @@ import torch
 from kernel_checks import DEVICES, DTYPES, FP32_SUM, check, on_gpu, randn, up
 from torch.nn.functional import layer_norm, rms_norm, silu
 
-from trireme.kernels import launch, norms, reference
+from trireme.kernels import norms, reference
 from trireme.kernels.reference import NormKind
 
-pytestmark = pytest.mark.grid
+pytestmark = [pytest.mark.grid, pytest.mark.turns]
 
 ROUNDED = {torch.float32: 3e-6, torch.bfloat16: torch.finfo(torch.bfloat16).eps / 2}  # one rounding of an outlier
 # kind, with a bias, with a gate, weights by head, with a residual gradient
@@ -64,8 +64,6 @@ def same(*tensors):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("form", "shape"), CASES, ids=str)
 def test_norm(device, dtype, form, shape):
-    if device == "cpu" and shape[2] > launch.WIDEST and dtype == torch.float32:
-        pytest.skip("slow in the interpreter; bf16 takes the same code")
     a, copy = Inputs(form, shape, device, dtype), torch.empty(shape, dtype=dtype, device=device)
     y, stats = norms.norm_fwd(a.x, a.weight, 1e-5, a.kind, a.bias, a.gate, copy)
     x, w, b, z = up(a.x, a.weight, a.bias, a.gate)

@@ -6,7 +6,7 @@ from kernel_checks import DEVICES, framed
 
 from trireme.kernels import adamw, reference
 
-pytestmark = pytest.mark.grid
+pytestmark = [pytest.mark.grid, pytest.mark.turns]
 
 
 def _state(n, split, device):

@@ -8,7 +8,7 @@ from packed_files import in_words
 
 from trireme.kernels.packed import e4m3, fp4, int4, nf4, reference
 
-pytestmark = pytest.mark.grid
+pytestmark = [pytest.mark.grid, pytest.mark.turns]
 
 
 BLOCKS = [(128, 128), (2, 32), (24, 48), (1, 1 << 20), (1 << 20, 1 << 20)]  # short last ones; a row's, a matrix's

@@ -47,14 +47,14 @@ def units_of(tiny, asked=None):
 def test_greedy_as_transformers(case):
     reference, cfg = either(case)
     tiny = Tiny(cfg, reference.state_dict())
-    expected = oracle_generate(reference, PROMPTS, 20)
-    assert generate(cfg, units_of(tiny), PROMPTS, 20) == expected
+    expected = oracle_generate(reference, PROMPTS, 12)
+    assert generate(cfg, units_of(tiny), PROMPTS, 12) == expected
     eos = frozenset({expected[0][4], expected[2][9]})
-    for ours, theirs in zip(generate(cfg, units_of(tiny), PROMPTS, 20, eos=eos), expected, strict=True):
-        stop = next((i + 1 for i, token in enumerate(theirs) if token in eos), 20)
+    for ours, theirs in zip(generate(cfg, units_of(tiny), PROMPTS, 12, eos=eos), expected, strict=True):
+        stop = next((i + 1 for i, token in enumerate(theirs) if token in eos), 12)
         assert ours == theirs[:stop]
     asked = iter([False, False, True])
-    assert generate(cfg, units_of(tiny), PROMPTS, 20, enough=lambda: next(asked)) == [t[:3] for t in expected]
+    assert generate(cfg, units_of(tiny), PROMPTS, 12, enough=lambda: next(asked)) == [t[:3] for t in expected]
 
 
 def test_longrope_takes_its_factors_by_the_length_of_each_text():

@@ -20,6 +20,8 @@ from trireme.models.families.packing import BY_ROW, FP8, INT4, INT4_ZEROS, MODEL
 from trireme.models.packed import decode
 from trireme.models.rounded import decode_sum
 
+pytestmark = pytest.mark.turns
+
 LR, RANK = 0.03, 2
 # Scales that are packed again themselves, which training leaves as they are; matrices that merging rounds to bf16, and
 # one that is decoded as it is read, since its neighbour is not packed.

@@ -437,7 +437,7 @@ def test_a_malformed_release_is_one_line(made, form, case, tmp_path):
 
 
 @pytest.mark.full
-@pytest.mark.parametrize(("form", "lora"), [("fp8", 4), ("fp8", None), ("modelopt", None), ("int4, zeros", 4)])
+@pytest.mark.parametrize(("form", "lora"), [("fp8", 4), ("modelopt", None)])
 def test_a_run_on_packed_weights_is_stopped_and_goes_on(tmp_path, monkeypatch, form, lora):
     folder = make_small(tmp_path) / "checkpoint"
     state, files = load_file(folder / "model.safetensors"), {}

@@ -32,7 +32,7 @@ from trireme.models.packed import decode
 from trireme.storage.devices import open_device
 from trireme.storage.files import StoreError
 
-pytestmark = pytest.mark.grid
+pytestmark = [pytest.mark.grid, pytest.mark.turns]
 
 
 def decoded(base, w):
