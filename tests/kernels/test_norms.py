@@ -27,8 +27,8 @@ FORMS = {
 CASES = [(form, (7, 3, 40)) for form in FORMS]
 CASES += [("rms", (1, 1, 600)), ("rms", (70, 2, 128)), ("layer", (5, 1, 257)), ("layer", (5, 1, 2048))]
 # rows of several parts; a part's last columns are short
-CASES += [("layer + residual", (1, 1, 8200))]
-CASES += [on_gpu(form, (1, 2, 8200)) for form in ("rms + residual", "gate last", "gate first, by head")]
+CASES += [("rms + residual", (1, 1, 8200))]
+CASES += [on_gpu(form, (1, 2, 8200)) for form in ("layer + residual", "gate last", "gate first, by head")]
 LARGE = [(9, 1, 5120), (1500, 1, 12288), (300, 1, 16384), (300, 8, 8192), (20, 3, 18432), (300, 40, 128)]
 CASES += [on_gpu(form, shape) for form in FORMS for shape in LARGE]
 
