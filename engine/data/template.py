@@ -100,6 +100,20 @@ def _turn_mark(value: Any, begins: bool) -> str:
     return "" if not isinstance(value, _Message) else f"{_TURN}{value._number}{_OF}" if begins else _END
 
 
+def _has_mark(value: Any) -> bool:
+    """Whether a value may hold a mark that is none: the characters, or their escapes."""
+    return r"\ufdd" in repr(value)
+
+
+def _takes_output(tree: nodes.Template) -> bool:
+    """Whether a template may process what its loops or {% generation %} blocks write, as the filter of a block does."""
+    for block in tree.find_all((nodes.Block, nodes.Macro, nodes.CallBlock, nodes.FilterBlock, nodes.AssignBlock)):
+        is_tag = isinstance(block, nodes.CallBlock) and isinstance(block.call.node, nodes.ExtensionAttribute)
+        if not is_tag and next(block.find_all((nodes.For, nodes.CallBlock)), None):
+            return True
+    return any(loop.recursive for loop in tree.find_all(nodes.For))
+
+
 def _mark_loops(tree: nodes.Template) -> None:
     """Puts marks around the turns of loops over single values, or over their numbers in a list."""
     for loop in tree.find_all(nodes.For):
@@ -150,6 +164,7 @@ class Template:
         self.reads = jinja2.meta.find_undeclared_variables(tree)
         self.names = {node.attr for node in tree.find_all(nodes.Getattr)}  # of keys, wherever they are
         self.names |= {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)}
+        self._writes_marks = not _has_mark(tree) and not _takes_output(tree)  # as they are, so that they can be read
         _mark_loops(tree)
         self._compiled = jinja2.Template.from_code(environment, environment.compile(tree), environment.globals)
         self.takes_parts, self._parts = self._probe_parts()
@@ -168,8 +183,10 @@ class Template:
         """No turns are found if the template processes its own output, or a message has a mark. Raises BadRow if the
         template refuses.
         """
-        text = self.text(messages, tools, prompt)
         rendering = _read_marks(self._run(messages, tools, prompt, marked=True))
+        if self._writes_marks and not _has_mark((messages, tools, self._variables)):
+            return rendering
+        text = self.text(messages, tools, prompt)
         return rendering if rendering.text == text else Rendering(text, {}, {})
 
     def _probe_parts(self) -> tuple[bool, tuple[bool, bool, bool]]:
