@@ -77,12 +77,10 @@ def read(
     raw: Fields, renames: Mapping[str, str], kind: Kind, classes: Mapping[str, int] | None = None, table: bool = False
 ) -> Read:
     """What a row of a file says. `renames`: those of --map. `classes`: number by word. `table`: as of normal. Raises
-    BadRow.
+    BadRow, RecursionError.
     """
     try:
         return _read(forms.normal(raw, renames, table), renames.values(), kind, classes or {})
-    except RecursionError:
-        raise BadRow("is nested too deeply") from None
     except _Misnamed as error:
         fault, ways, advice = str(error), error.ways, error.advice
     for way in ways:

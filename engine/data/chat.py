@@ -300,10 +300,8 @@ class _Style:
                     turns = [rendering.text[a:b] for a, b in rendering.turns.get(len(before), ())]
                     leads += [turn[: turn.index(PROBE)] for turn in turns if PROBE in turn]
         with suppress(BadRow):
-            asking, without = (
-                self.template.render(before, self._tools, prompt=True),
-                self.template.text(before, self._tools),
-            )
+            asking = self.template.render(before, self._tools, prompt=True)
+            without = self.template.text(before, self._tools)
             last = max((stop for spans in asking.turns.values() for _, stop in spans), default=len(asking.text))
             adds = asking.text.startswith(without) and last < len(without) < len(asking.text)
             prompt = asking.text[len(without) if adds else last :]  # some templates always write something there

@@ -130,10 +130,7 @@ class Dataset:
     def fingerprint(self) -> str:
         """Equal fingerprints mean equal micro-batches."""
         keys = "".join(file.meta["key"] for file in self.files)
-        columns = [
-            self.rows,
-            *(self.pieces[name] for name in ("file", "start", "length", "goes_on")),
-        ]  # of weights: keys
+        columns = [self.rows, *(self.pieces[name] for name in ("file", "start", "length", "goes_on"))]  # weights: keys
         sums = [zlib.crc32(column.tobytes()) for column in columns]
         return f"{zlib.crc32(f'{keys} {sums} {self.options.seed}'.encode()):08x}"
 

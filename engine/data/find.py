@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 from trireme.engine.data import read
-from trireme.engine.data.read import COLUMNS, KINDS, OBJECTS, PACKINGS, TEXTS, Row, check_file, file_kind
+from trireme.engine.data.read import COLUMNS, KINDS, OBJECTS, TEXTS, Row, check_file, file_kind
 from trireme.engine.data.tables import column_rows, csv_rows
 from trireme.models.config import InputError
 from trireme.storage.untrusted import shown
@@ -228,31 +228,31 @@ class Rows:
     def __iter__(self) -> Iterator[Row]:
         number = 0
         for path in self._paths:
-            for row in self._rows(path):
-                number += row.starts
-                if self._most is not None and number > self._most:
-                    return
-                yield row
+            last = 0
+            try:
+                for row in self._rows(path):
+                    number, last = number + row.starts, row.number
+                    if self._most is not None and number > self._most:
+                        return
+                    yield row
+            except read.ERRORS as error:
+                if isinstance(error, InputError) or getattr(error, "errno", None):  # which a failing disk has
+                    raise
+                way_out = "" if isinstance(error, read.BadRow) else " Is the file complete, and what its name says?"
+                raise InputError(f"{path} {self.unit} {last + 1} {read.fault_of(error)}.{way_out}") from None
             self._done += path.stat().st_size
 
     def _rows(self, path: Path) -> Iterator[Row]:
         kind = file_kind(path)
-        try:
-            lines = kind in OBJECTS and read.holds_lines(path)
-            self.unit = "row" if kind in (*COLUMNS, *OBJECTS) and not lines else self.unit
-            with path.open("rb") as raw:
-                self._raw, file = raw, read.unpacked(path, raw)
-                if kind in COLUMNS:
-                    yield from column_rows(path, file, kind == ".arrow")
-                elif kind in (".csv", ".tsv"):
-                    yield from csv_rows(path, file, kind == ".tsv")
-                elif kind in TEXTS:
-                    yield from read.documents(path, file)
-                else:
-                    yield from read.json_lines(file) if lines else read.json_values(path, file)
-        except UnicodeDecodeError as error:
-            raise InputError(f"{path} is not UTF-8 ({error.reason}). Convert it with iconv.") from None
-        except read.DAMAGES as error:
-            if getattr(error, "errno", None) or path.suffix.lower() not in PACKINGS:
-                raise
-            raise InputError(f"{path} is damaged ({' '.join(str(error).split())}). Download it again.") from None
+        lines = kind in OBJECTS and read.holds_lines(path)
+        self.unit = "row" if kind in (*COLUMNS, *OBJECTS) and not lines else self.unit
+        with path.open("rb") as raw:
+            self._raw, file = raw, read.unpacked(path, raw)
+            if kind in COLUMNS:
+                yield from column_rows(path, file, kind == ".arrow")
+            elif kind in (".csv", ".tsv"):
+                yield from csv_rows(file, kind == ".tsv")
+            elif kind in TEXTS:
+                yield from read.documents(file)
+            else:
+                yield from read.json_lines(file) if lines else read.json_values(file)

@@ -161,9 +161,7 @@ def check_row(row: Mapping[str, Any]) -> None:
 def string(row: Mapping[str, Any], key: str, default: str | None = None) -> str:
     """A string of a row; `default` if it is absent or null. Raises BadRow."""
     value = default if row.get(key) is None else row[key]
-    if not isinstance(value, str):
-        raise BadRow(f"{key!r} is {kind_of(value)}, expected a string.{_SEVERAL if isinstance(value, list) else ''}")
-    return value
+    return typed(value, str, repr(key), f"a string.{_SEVERAL}" if isinstance(value, list) else "a string")
 
 
 # ---------------------------------------------------------------- conversations

@@ -40,7 +40,7 @@ _PARTS = {  # types of parts, and the keys of what they say
     **dict.fromkeys(("text", "input_text", "output_text"), ("text",)),
     **dict.fromkeys(_THOUGHTS, (*_THOUGHTS, "text")),
 }
-_MEDIA = ("image", "video", "audio", "pixel_value", "input_feature")  # less an s
+_MEDIA = re.compile(r"(image|video|audio|pixel_value|input_feature)(_path)?(_url)?s?", re.IGNORECASE)  # keys
 _ARGUMENTS = ("arguments", "parameters", "args", "input")
 _SHORT_ID = re.compile(r"[a-zA-Z0-9]{9}")  # Mistral's templates insist on nine characters
 
@@ -59,8 +59,7 @@ def is_message(value: Any) -> bool:
 def refuse_media(fields: Mapping[str, Any], where: str = "") -> None:
     """Raises BadRow if a column, or a key at `where`, has images, videos or audio."""
     for key, value in fields.items():
-        stem = key.lower().removesuffix("s").removesuffix("_url").removesuffix("_path")
-        if stem in _MEDIA and value not in (*EMPTY, "[]", "{}", "null"):
+        if _MEDIA.fullmatch(key) and value not in (*EMPTY, "[]", "{}", "null"):
             way_out = "" if where else f". Where its text stands alone, leave the column out: --map unused={key}"
             raise BadRow(f"{where}{key!r} holds content that is not text; only text can be trained on{way_out}")
 
@@ -81,10 +80,11 @@ def read_message(turn: Any, where: str) -> tuple[Fields, bool]:
         calls.append(message.pop("content", None))
         message |= {"role": "assistant", "content": ""}
     _read_content(message, where)
-    if not role or not (calls or "content" in message or "reasoning_content" in message):
-        raise BadRow(f"{where} has no {'content' if role else 'role'!r}; its keys: {', '.join(map(repr, turn))}")
-    if calls and message["role"] != "assistant":
-        raise BadRow(f"{where} has calls, and only an assistant calls")
+    says = calls or "content" in message or "reasoning_content" in message
+    fault = "has calls, and only an assistant calls" if calls and message["role"] != "assistant" else ""
+    fault = fault if role and says else f"has no {'content' if role else 'role'!r}"
+    if fault:
+        raise BadRow(f"{where} {fault}; its keys: {', '.join(map(repr, turn))}")
     if calls:
         values = [_parsed(value, f"{where}: the call") for value in calls]
         listed = [call for value in values for call in (value if isinstance(value, list) else [value])]

@@ -5,12 +5,13 @@ A fault of a row is a BadRow in its place, and later rows can still be read; a f
 
 from __future__ import annotations
 
+import csv
 import gzip
 import io
 import json
 import re
 import zlib
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
@@ -21,7 +22,7 @@ from trireme.storage.untrusted import quoted
 OBJECTS, TEXTS, COLUMNS = (".jsonl", ".ndjson", ".json"), (".txt", ".md"), (".parquet", ".arrow")
 KINDS = (*OBJECTS, ".csv", ".tsv", *TEXTS, *COLUMNS)
 PACKINGS = (".gz", ".zst")
-DAMAGES = (gzip.BadGzipFile, EOFError, zlib.error, OSError)  # OSError with an errno is none
+ERRORS = (ValueError, LookupError, ArithmeticError, RuntimeError, OSError, EOFError, zlib.error, csv.Error)  # of files
 STDIN = "standard input"
 _SIGNS = {  # first bytes: what the file is, and what makes a file of it that can be read
     b"\x1f\x8b": ("gzip", ".gz", "zcat"),
@@ -97,18 +98,19 @@ def check_file(path: Path, piped: bool = False) -> None:
     """Raises InputError if a file cannot be opened, is empty, or is not what its name says. `piped`: what standard
     input held is there.
     """
-    name = STDIN if piped else str(path)
-    if path.exists() and not path.is_file():
-        raise InputError(f"{path} is not a regular file. Pipe it into standard input: --data -.")
+    name, fault = STDIN if piped else str(path), ""
     try:
-        with path.open("rb") as file:
-            line = file.readline(1 << 20)
+        if path.exists() and not path.is_file():
+            fault = "is not a regular file. Pipe it into standard input: --data -"
+        else:
+            with path.open("rb") as file:
+                fault = _foreign(file.readline(1 << 20), name, "" if piped else path.suffix.lower())
     except OSError as error:
-        raise InputError(f"{path}: {error.strerror}. Correct the path.") from None
-    if fault := _foreign(line, name, "" if piped else path.suffix.lower()):
+        fault = f"cannot be read: {error.strerror}. Correct the path"
+    if not (fault or piped or file_kind(path) in KINDS):
+        fault = f"is an unknown kind of data. Expected {', '.join(KINDS)}, or {', '.join(PACKINGS)} of one"
+    if fault:
         raise InputError(f"{name} {fault}.")
-    if not piped and file_kind(path) not in KINDS:
-        raise InputError(f"{path}: unknown kind of data. Expected {', '.join(KINDS)}, or {', '.join(PACKINGS)} of one.")
 
 
 def _foreign(line: bytes, name: str, suffix: str) -> str:
@@ -151,7 +153,8 @@ def import_pyarrow(path: Path) -> Any:
 # ---------------------------------------------------------------- JSON
 
 
-def _no_duplicates(pairs: list[tuple[str, Any]]) -> Fields:
+def object_of(pairs: Sequence[tuple[str, Any]]) -> Fields:
+    """An object of these keys and values, or a row of these columns. Raises BadRow if a key occurs twice."""
     value = dict(pairs)
     if len(value) != len(pairs):
         keys = [key for key, _ in pairs]
@@ -159,7 +162,7 @@ def _no_duplicates(pairs: list[tuple[str, Any]]) -> Fields:
     return value
 
 
-_DECODER = json.JSONDecoder(object_pairs_hook=_no_duplicates, parse_constant=lambda _: None)  # NaN, Infinity: null
+_DECODER = json.JSONDecoder(object_pairs_hook=object_of, parse_constant=lambda _: None)  # NaN, Infinity: null
 
 
 def json_of(text: str) -> Any:
@@ -167,13 +170,19 @@ def json_of(text: str) -> Any:
     return _DECODER.decode(text)
 
 
-def _fault(error: ValueError | RecursionError) -> str:
-    """What is wrong with JSON."""
+def fault_of(error: Exception) -> str:
+    """What is wrong with a row or a file, by what reading it raised, one of ERRORS."""
     if isinstance(error, UnicodeDecodeError):
-        return f"is not UTF-8 (byte {error.start}); if all of the file is in one encoding, iconv converts it"
+        byte = error.object[error.start : error.end]
+        return f"is not UTF-8 ({byte!r}); if all of the file is in one encoding, iconv converts it"
     if isinstance(error, json.JSONDecodeError):
         return f"is not JSON ({error.msg} at character {error.pos + 1})"
-    return "is nested too deeply" if isinstance(error, RecursionError) else str(error).split(";")[0]
+    if isinstance(error, csv.Error):
+        return f"is not CSV ({error}); is a quotation mark missing?"
+    if isinstance(error, BadRow):
+        return str(error)
+    what = " ".join(str(error).partition(";")[0].split()).rstrip(".")
+    return "is nested too deeply" if isinstance(error, RecursionError) else f"cannot be read ({what})"
 
 
 def _object(value: object) -> Fields | BadRow:
@@ -210,10 +219,10 @@ def _json_line(line: bytes) -> Fields | BadRow:
     try:
         return _object(json_of(line.decode()))
     except (ValueError, RecursionError) as error:
-        return BadRow(_fault(error))
+        return BadRow(fault_of(error))
 
 
-def json_values(path: Path, file: BinaryIO) -> Iterator[Row]:
+def json_values(file: BinaryIO) -> Iterator[Row]:
     """Yields the objects of JSON arrays, or objects one after the other."""
     text = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
     buffer, pos, number, inside, unread = "", 0, 0, False, True
@@ -230,15 +239,12 @@ def json_values(path: Path, file: BinaryIO) -> Iterator[Row]:
             broken = error.pos < len(buffer) - 16 and not error.msg.startswith("Unterminated string")
             if not unread and pos == len(buffer) and not inside:
                 return
-            if broken or not unread:
-                raise InputError(f"{path} row {number + 1} is not JSON: {error.msg}. Is the file complete?") from None
-            if len(buffer) - pos > ROW:
-                raise InputError(f"{path} row {number + 1} {TOO_LARGE}.") from None
+            if broken or not unread or len(buffer) - pos > ROW:
+                part = f"is not JSON ({error.msg}); is the file complete?"
+                raise BadRow(part if broken or not unread else TOO_LARGE) from None
             # the value may go on; doubling keeps a huge one cheap
             block = text.read(max(_CHUNK, min(len(buffer) - pos, ROW - len(buffer) + pos)))
             buffer, pos, unread = buffer[pos:] + block, 0, bool(block)
-        except (ValueError, RecursionError) as error:
-            raise InputError(f"{path} row {number + 1}: {_fault(error)}.") from None
         else:
             number, pos = number + 1, end
             yield Row(number, _object(value))
@@ -247,7 +253,7 @@ def json_values(path: Path, file: BinaryIO) -> Iterator[Row]:
 # ---------------------------------------------------------------- running text
 
 
-def documents(path: Path, file: BinaryIO) -> Iterator[Row]:
+def documents(file: BinaryIO) -> Iterator[Row]:
     """Yields pieces of documents, which end at SEPARATOR. A piece begins with a line that does not begin with a space,
     if there is one where it may begin.
     """
@@ -256,7 +262,7 @@ def documents(path: Path, file: BinaryIO) -> Iterator[Row]:
     while block:
         block = stream.read(_PIECE)
         if "\0" in block:
-            raise InputError(f"{path} holds NUL bytes: is it text?")
+            raise BadRow("holds NUL bytes: is it text?")
         parts = (text + block).split(SEPARATOR)
         for i, part in enumerate(parts):
             text = part.lstrip("\n") if starts else part

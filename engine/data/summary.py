@@ -133,9 +133,7 @@ def notes_on(
         notes.append("the tokenizer has no end token, so where a text ends is not learned")
     if facts.template and joined:
         theirs = {ours: name for name, ours in renames.items()}
-        names = (
-            {"instruction": "prompt", "output": "completion"} if "completion" in joined else {"instruction": "prompt"}
-        )
+        names = {"instruction": "prompt"} | ({"output": "completion"} if "completion" in joined else {})
         way = ",".join(f"{ours}={theirs.get(name, name)}" for ours, name in names.items())
         notes.append(f"{WARNING}prompt and answer are joined without the chat template; with it: --map {way}")
     if n["unwritten"]:

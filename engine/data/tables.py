@@ -12,14 +12,13 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-from trireme.engine.data.read import COLUMNS, PACKINGS, ROW, BadRow, Row, file_kind, import_pyarrow
-from trireme.models.config import InputError
+from trireme.engine.data.read import COLUMNS, PACKINGS, ROW, BadRow, Row, file_kind, import_pyarrow, object_of
 
 _BATCH = 256  # rows that are made at once
 _TIME = 0.5  # stands for a time, which is listed as not used
 
 
-def csv_rows(path: Path, file: BinaryIO, tabs: bool) -> Iterator[Row]:
+def csv_rows(file: BinaryIO, tabs: bool) -> Iterator[Row]:
     """Yields rows of CSV, whose cells end with the comma, semicolon or tab that the first line has most of, or that
     Excel's line sep=; names. With `tabs` a cell ends at any tab, and is quoted only if it ends with a quotation mark.
 
@@ -35,20 +34,16 @@ def csv_rows(path: Path, file: BinaryIO, tabs: bool) -> Iterator[Row]:
     bare = tabs and comma == "\t"
     reader = csv.reader(chain([first], lines), delimiter=comma, strict=True, quoting=csv.QUOTE_NONE if bare else 0)
     number = lambda: reader.line_num + bool(named)  # of a row's last line
-    try:
-        header = _unquoted(next(reader, [])) if bare else next(reader, [])
-        if len(set(header)) != len(header):
-            raise InputError(f"{path}: the header names a column twice: {', '.join(header)}.")
-        for cells in map(_unquoted, reader) if bare else reader:
-            if cells and [cell.removeprefix("\ufeff") for cell in cells] == header:
-                yield Row(number(), BadRow("is the header again. Were files joined? Give each with its own --data"))
-            elif cells and len(cells) != len(header):
-                yield Row(number(), BadRow(f"has {len(cells)} cells, the header {len(header)}"))
-            elif cells:
-                values = [None if cell in ("nan", "NaN", "<NA>") else cell for cell in cells]
-                yield Row(number(), dict(zip(header, values, strict=True)))
-    except csv.Error as error:
-        raise InputError(f"{path} line {number()} is not CSV: {error}. Is a quotation mark missing?") from None
+    header = _unquoted(next(reader, [])) if bare else next(reader, [])
+    object_of([(name, None) for name in header])
+    for cells in map(_unquoted, reader) if bare else reader:
+        if cells and [cell.removeprefix("\ufeff") for cell in cells] == header:
+            yield Row(number(), BadRow("is the header again. Were files joined? Give each with its own --data"))
+        elif cells and len(cells) != len(header):
+            yield Row(number(), BadRow(f"has {len(cells)} cells, the header {len(header)}"))
+        elif cells:
+            values = [None if cell in ("nan", "NaN", "<NA>") else cell for cell in cells]
+            yield Row(number(), dict(zip(header, values, strict=True)))
 
 
 def _unquoted(cells: list[str]) -> list[str]:
@@ -62,21 +57,14 @@ def _unquoted(cells: list[str]) -> list[str]:
 def column_rows(path: Path, file: BinaryIO, arrow: bool) -> Iterator[Row]:
     """Yields rows of Parquet or, with `arrow`, of Arrow's files and streams."""
     pyarrow, number = import_pyarrow(path), 0
-    try:
-        file = file if file.seekable() else cast(BinaryIO, io.BytesIO(file.read()))
-        schema, batches = _opened(pyarrow, file, arrow)
-        if len(set(schema.names)) != len(schema.names):
-            raise InputError(f"{path} names a column twice: {', '.join(schema.names)}.")
-        times = {field.name: _TIME for field in schema if pyarrow.types.is_temporal(field.type)}  # may be nanoseconds
-        for batch in batches([name for name in schema.names if name not in times]):
-            for cells in batch.to_pylist(maps_as_pydicts="strict"):
-                number += 1
-                yield Row(number, {key: _without_nulls(value) for key, value in cells.items()} | times)
-    except (pyarrow.ArrowException, ValueError, OverflowError, OSError, KeyError, RecursionError) as error:
-        if getattr(error, "errno", None) or isinstance(error, InputError):  # a failing disk; pyarrow's own have none
-            raise
-        kind, what = "Arrow" if arrow else "Parquet", " ".join(str(error).split()).rstrip(".")
-        raise InputError(f"{path} is not {kind} that can be read: {what}.") from None
+    file = file if file.seekable() else cast(BinaryIO, io.BytesIO(file.read()))
+    schema, batches = _opened(pyarrow, file, arrow)
+    object_of([(name, None) for name in schema.names])
+    times = {field.name: _TIME for field in schema if pyarrow.types.is_temporal(field.type)}  # may be nanoseconds
+    for batch in batches([name for name in schema.names if name not in times]):
+        for cells in batch.to_pylist(maps_as_pydicts="strict"):
+            number += 1
+            yield Row(number, {key: _without_nulls(value) for key, value in cells.items()} | times)
 
 
 def _opened(pyarrow: Any, file: BinaryIO, arrow: bool) -> tuple[Any, Any]:

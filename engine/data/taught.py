@@ -110,19 +110,15 @@ def _read_part(path: Path, k: int, vocab: int) -> _Part:
     }
     form = {name: (table.dtype, table.shape[1:]) for name, table in tables.items()}
     expected: dict[str, Any] = dict.fromkeys(("document", "start", "trained"), (np.int64, ()))
-    expected |= {
-        "label": (np.int32, ()),
-        "ids": (np.int32, (k,)),
-        "logps": (np.float16, (k,)),
-        "rest": (np.float32, ()),
-    }
-    if not expected.items() <= form.items():
-        raise ValueError(f"is not a file of scores with {k} tokens per label")
-    ids, labels = tables["ids"], len(tables["label"])
-    if part_sum(header.metadata, tables) != header.metadata.get("sum") or tables["trained"].sum() != labels:
-        raise ValueError("is damaged: it does not have its checksum")
-    if labels and not 0 <= ids.min() <= ids.max() < vocab:
-        raise ValueError(f"has token id {ids.max()}, the model's vocabulary is {vocab}")
+    expected |= {"label": (np.int32, ()), "rest": (np.float32, ())}
+    expected |= {"ids": (np.int32, (k,)), "logps": (np.float16, (k,))}
+    fault = "" if expected.items() <= form.items() else f"is not a file of scores with {k} tokens per label"
+    if not fault and part_sum(header.metadata, tables) != header.metadata.get("sum"):
+        fault = "is damaged: it does not have its checksum"
+    elif not fault and len(ids := tables["ids"]) and not 0 <= ids.min() <= ids.max() < vocab:
+        fault = f"has token id {ids.max()}, the model's vocabulary is {vocab}"
+    if fault:
+        raise ValueError(fault)
     return _Part(header.metadata.get("key", ""), tables)
 
 

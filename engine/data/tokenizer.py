@@ -32,6 +32,7 @@ from trireme.storage.untrusted import read_small, read_text, why
 _PROBES = ("a", "A", "0", ".", "的")  # of which every tokenizer knows one
 _NAMES = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
+_MODELS = ("generation_config.json", "config.json")  # that say where generation stops, the first that does
 _EXTRA = ("extra_special_tokens", "additional_special_tokens")
 _MARKS = re.compile(r"<\|[\w.-]{1,40}\|>|<｜[^<>｜\s]{1,40}｜>")  # that look like special tokens
 
@@ -124,27 +125,26 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     folder = Path(folder)
     stored, config = _object(folder / "tokenizer.json"), _object(folder / "tokenizer_config.json")
     older = {} if "added_tokens_decoder" in config else _object(folder / "special_tokens_map.json")
+    by_name, models = _object(folder / "added_tokens.json"), [_object(folder / name) for name in _MODELS]
     model = stored["model"] if isinstance(stored.get("model"), dict) else {}
     spec = stored | {"truncation": None, "padding": None}
     if model.get("dropout"):  # equal texts have equal tokens
         spec["model"] = model | {"dropout": None}
     try:
-        added = _added(stored, config, older, _object(folder / "added_tokens.json"))
+        added = _added(stored, config, older, by_name)
         core = _made(spec, added)
         probe = next((text for text in _PROBES if core.encode(text, add_special_tokens=False).ids), "")
         lead, tail = _around(*(core.encode(probe, add_special_tokens=wanted).ids for wanted in (False, True)))
         core = _made(spec | {"post_processor": None}, added)  # it adds tokens and may trim offsets
         core.encode_special_tokens = config.get("split_special_tokens") is True
         names = {name: text for name, token in _named(config, older).items() if (text := _text(token)) is not None}
-        ends, bos = _model_ends(core, folder), tuple(lead)
+        ends, bos = next(filter(None, (_ends_of(core, fields) for fields in models)), []), tuple(lead)
         if (adds := config.get("add_bos_token")) is not None:
             first = core.token_to_id(names.get("bos_token", ""))
             bos = (first,) if adds and first is not None else ()
         others = [*tail[-1:], *ends, core.token_to_id("<|endoftext|>")]
         eos = core.token_to_id(names["eos_token"]) if "eos_token" in names else others[0]
         np.array([*bos, eos or 0], np.int32)  # they fit
-    except InputError:
-        raise
     except BaseException as error:
         raise InputError(f"{folder / 'tokenizer.json'}: {_fault(error)}. Download it again.") from None
     parts = [spec, names, bos, eos, [repr(token) for token in added], core.encode_special_tokens]
@@ -233,15 +233,11 @@ def _around(plain: list[int], whole: list[int]) -> tuple[list[int], list[int]]:
     return [], []
 
 
-def _model_ends(core: tokenizers.Tokenizer, folder: Path) -> list[int]:
-    """eos_token_id of generation_config.json, else of config.json."""
-    for name in ("generation_config.json", "config.json"):
-        value = _object(folder / name).get("eos_token_id")
-        value = value if isinstance(value, list) else [value]
-        ids = [i for i in value if type(i) is int and 0 <= i < 1 << 31 and core.id_to_token(i) is not None]
-        if ids:
-            return ids
-    return []
+def _ends_of(core: tokenizers.Tokenizer, model: Fields) -> list[int]:
+    """The tokens of eos_token_id of a configuration."""
+    value = model.get("eos_token_id")
+    value = value if isinstance(value, list) else [value]
+    return [i for i in value if type(i) is int and 0 <= i < 1 << 31 and core.id_to_token(i) is not None]
 
 
 # ---------------------------------------------------------------- chat templates
