@@ -27,7 +27,7 @@ from typing import Any
 from trireme.engine.hosts.group import LostHost, Place, here, joined, place
 from trireme.engine.plan import DoesNotFit
 from trireme.engine.planner.clock import process_began
-from trireme.engine.run import aliases, config_file, folder, screen
+from trireme.engine.run import config_file, folder, screen
 from trireme.engine.run.options import COMMANDS, GROUPS, Base, Options, flag, table
 from trireme.engine.run.signals import LEFT, end_at_signals, stop_signals
 from trireme.models.config import InputError
@@ -190,7 +190,7 @@ def _values(command: str, cls: type[Base], argv: Sequence[str]) -> dict[str, Any
                 raise InputError(f"{word} needs {way}.")
         where = values if name in known or command else foreign
         where[name] = [*values.get(name, []), value] if option["repeat"] else value
-    return aliases.translated(foreign, values)
+    return config_file.translated(foreign, values) if foreign else values
 
 
 def _help(command: str, cls: type[Base]) -> Iterator[str]:

@@ -355,10 +355,6 @@ def in_force(o: Options, cfg: ModelConfig, plan: Plan) -> Options:
     if o.lora and cfg.lora:
         chosen |= {"lora_alpha": cfg.lora.alpha, "lora_targets": cfg.lora.targets}
         o = replace(o, lora_targets=())
-    if of := opening.preference_of(o):
-        chosen |= {name: getattr(of, name) for name in opening.parameters(o.method)}
-    if of_teacher := cfg.teaching:
-        chosen |= {"distill_weight": of_teacher.weight, "temperature": of_teacher.temperature, "top_k": of_teacher.k}
     return replace(o, **{name: value for name, value in chosen.items() if getattr(o, name) in (None, ())})
 
 
@@ -384,13 +380,11 @@ def files_of(o: Options, opened: opening.Opened, work: Work) -> Files:
 
 
 def check_room(job: Job) -> None:
-    """Raises DoesNotFit if a drive has no space for what the run must write: its output, state that steps write, and
-    the first snapshot where it is certain to be made. Of state that steps write, a snapshot has links.
+    """Raises DoesNotFit if a drive has no space for what the run must write: its output, and state if steps write it.
+    Of that a snapshot has links.
     """
     part, stores, on_ssd = job.forecast.disk_parts(), folder.stores(job.options), job.plan.uses("ssd")
-    often = job.options.save_every  # after minutes there may be space
-    certain = on_ssd or (not often.seconds and job.plan.hosts == 1 and often.times(0, job.total_steps))
-    state = part["store"] * bool(certain) + on_ssd * (part["spares"] + part["scratch"] + part["frozen"])
+    state = on_ssd * (part["store"] + part["spares"] + part["scratch"] + part["frozen"])
     wanted = [(job.out, part["export"] + part["best"] + part["apart"]), *((d, state // len(stores)) for d in stores)]
     if isinstance(job.source, Cached) and not job.source.is_made():
         wanted.append((stores[0], job.source.file_bytes))

@@ -215,7 +215,7 @@ class Run:
         job, done, training, group = self.job, self.done, self.training, here()
         queues, number, began = training.queues, done.step + 1, time.perf_counter()
         self.stop.begun, moved = number, queues.moved.copy()
-        queues.tracing = job.options.trace or number == self.warm or done.step % BOUND_EVERY == 0
+        queues.tracing = "trace" in job.options.log or number == self.warm or done.step % BOUND_EVERY == 0
         o, total = job.options, job.total_steps
         rate = learning_rate(number, total, o.lr or 0.0, o.schedule, o.warmup_steps(total))
         with screen.clock().at("steps"), training.watched(f"step {number:,}"):
@@ -290,7 +290,7 @@ class Run:
         busy = at_work(until_its_end(spans))
         self.bound = max(busy, key=lambda queue: busy[queue])
         self.busy = [f"a step   {', '.join(f'{queue} {s:.3g} s' for queue, s in busy.items() if s)} at work"]
-        if job.options.trace:
+        if "trace" in job.options.log:
             replace_synced(job.out / "trace.json", perfetto(spans).encode())
             screen.say("queues   " + ", ".join(f"{queue} {s:.3f} s" for queue, s in busy.items()))
         return spans

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -34,7 +33,6 @@ from trireme.storage.checkpoint import Source
 KINDS: Mapping[str, Kind] = {"sft": "", "kto": "labels", "reward": "rewards", "classify": "classes"}  # others: pairs
 WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".ckpt"}
 ENDS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", CLASS)  # of names of transformers' classes
-TOP_K = 64  # of a teacher
 
 
 @dataclass(frozen=True)
@@ -55,7 +53,7 @@ def open_model(o: Options, date: str | None) -> Opened:
     raw = {} if o.shape else config.read_raw(o.model)
     cfg = find_model(o.shape) if o.shape else config.read_config(o.model, o.rope_factor)
     names = class_names(o, raw)
-    smoothing = (o.label_smoothing or 0.0) if o.method == "sft" else 0.0
+    smoothing = o.label_smoothing if o.method == "sft" else 0.0
     cfg = replace(cfg, fp8=o.dtype == "fp8", teaching=teaching_of(o, cfg.vocab), smoothing=smoothing)
     cfg = with_head(o, cfg, len(names))
     if o.router_aux and (cfg.experts is None or cfg.names.mlp.correction):
@@ -151,21 +149,16 @@ def kind_of(o: Method) -> Kind:
 
 def preference_of(o: Method) -> Preference | None:
     """The method of preferences; None for supervised fine-tuning."""
-    values = {name: value for name in parameters(o.method) if (value := getattr(o, name)) is not None}
-    return next((Preference(method, **values) for method in METHODS if method == o.method), None)
-
-
-def parameters(method: str) -> list[str]:
-    """Names of a method's parameters."""
-    return [name for name, f in table(Method).items() if method in f.metadata["methods"] and method in METHODS]
+    is_preference = o.method in METHODS
+    return Preference(**{name: getattr(o, name) for name in table(Method)}) if is_preference else None
 
 
 def teaching_of(o: Options, vocab: int) -> Teaching | None:
     """The loss with a teacher, whose scores on disk have their own top-k; None without one. Raises InputError."""
     if not o.teacher:
         return None
-    k = read_names(o.teacher).k if is_scores(o.teacher) else min(o.top_k or TOP_K, vocab)
-    return Teaching(k, 0.5 if o.distill_weight is None else o.distill_weight, o.temperature or 1.0)
+    k = read_names(o.teacher).k if is_scores(o.teacher) else min(o.top_k, vocab)
+    return Teaching(k, o.distill_weight, o.temperature)
 
 
 def class_names(o: Options, raw: dict[str, Any]) -> tuple[str, ...]:
@@ -178,13 +171,10 @@ def class_names(o: Options, raw: dict[str, Any]) -> tuple[str, ...]:
     known = names_in(raw, there) if there > 1 else ()
     if known:
         check_problem(raw, o.model)
-    wanted = o.labels
-    if len(wanted) == 1 and re.fullmatch("[0-9]{1,5}", wanted[0]):  # named as in transformers
-        wanted = tuple(f"LABEL_{i}" for i in range(int(wanted[0])))
-    names = known or wanted or (find_labels(o.data, o.map) if o.data else ())
+    names = known or o.labels or (find_labels(o.data, o.map) if o.data else ())
     if len(names) < 2 or len(set(names)) < len(names):
-        raise InputError("--method classify: how many classes? Give --labels N, or two or more different names.")
-    if wanted and names != wanted:
+        raise InputError("--method classify: which classes? Give two or more different names: --labels A,B.")
+    if o.labels and names != o.labels:
         raise InputError(f"--labels: the checkpoint is a classifier of {','.join(known)[:200]}. Leave it out.")
     return names
 
@@ -194,12 +184,8 @@ def with_head(o: Options, cfg: ModelConfig, classes: int) -> ModelConfig:
     scores, where = {"reward": 1, "classify": classes}.get(o.method, 0), o.model or o.shape or ""
     if cfg.scores and cfg.scores != scores:
         way = f"Train it with --method {'reward' if cfg.scores == 1 else 'classify'}."
-        raise InputError(f"{where} has a score head ({of_head(cfg)}), and no output matrix. {way}")
+        raise InputError(f"{where} has a score head of {cfg.scores} and no output matrix. {way}")
     return config.scored(cfg, scores, where) if scores and not cfg.scores else cfg
-
-
-def of_head(cfg: ModelConfig) -> str:
-    return "a reward" if cfg.scores == 1 else f"{cfg.scores} labels"
 
 
 def pad_of(o: Options, codec: Codec | None) -> int | None:

@@ -199,7 +199,8 @@ class Base:
     def faults(self) -> Iterator[str]:
         """What is wrong with options that do not go together."""
         options, method = table(type(self)), getattr(self, "method", "")
-        values = [name for name in options if getattr(self, name) not in (None, (), False, "", 0.0)]
+        usual = lambda name, f: {None, (), False, "", *([] if name in self.chosen else [f.default])}
+        values = [name for name, f in options.items() if getattr(self, name) not in usual(name, f)]
         for name in values:
             methods, needs, without = (options[name].metadata[rule] for rule in ("methods", "needs", "without"))
             if methods and method not in methods:
@@ -253,14 +254,14 @@ class Method(Base):
     """What is learned from the rows, also of an evaluation."""
 
     method: str = _train("fine-tuning, preferences, a reward model, a classifier", choice(*METHODS), "sft", "run")
-    beta: Real = _train("preferences: beta of the loss [0.1]", ABOVE_0, methods="dpo ipo orpo simpo kto")
-    label_smoothing: Real = _train("of the cross-entropy; dpo, simpo: share of wrong pairs [0]", real(0, 0.499999),
-                                   methods="sft dpo simpo")
-    simpo_gamma: Real = _rare("simpo: target margin of the rewards [0.5]", X, methods="simpo")
-    desirable_weight: Real = _rare("kto: weight of good answers [1]", ABOVE_0, methods="kto")
-    undesirable_weight: Real = _rare("kto: weight of bad answers [1]", ABOVE_0, methods="kto")
-    center_rewards_coefficient: Real = _rare("reward: weight of a pair's squared sum of rewards [0]", X,
-                                             methods="reward")
+    beta: float = _train("preferences: beta of the loss", ABOVE_0, 0.1, methods="dpo ipo orpo simpo kto")
+    label_smoothing: float = _train("of the cross-entropy; dpo, simpo: share of wrong pairs", real(0, 0.499999), 0.0,
+                                    methods="sft dpo simpo")
+    simpo_gamma: float = _rare("simpo: target margin of the rewards", X, 0.5, methods="simpo")
+    desirable_weight: float = _rare("kto: weight of good answers", ABOVE_0, 1.0, methods="kto")
+    undesirable_weight: float = _rare("kto: weight of bad answers", ABOVE_0, 1.0, methods="kto")
+    center_rewards_coefficient: float = _rare("reward: weight of a pair's squared sum of rewards", X, 0.0,
+                                              methods="reward")
 
 
 @dataclass(frozen=True)
@@ -301,15 +302,15 @@ class Options(Reading, Method, Machine):
     resume: Text = _output("continue RUN, or the latest unfinished run in runs/", Value(str, "RUN"), scope="call")
     verbose: bool = _output("print all parts of the report, as a dry run does", SWITCH, False, "call")
 
-    labels: Texts = _train("classify: names or number of classes [from checkpoint or data]", LABELS, (), "run",
+    labels: Texts = _train("classify: names of classes [from checkpoint or data]", LABELS, (), "run",
                            methods="classify")
     teacher: Text = _train("also learn the likely tokens of this checkpoint, or output of score", DIR, scope="path",
                            methods="sft", without="label_smoothing")
-    distill_weight: Real = _train("weight of the teacher in the loss, 1 - X of the labels [0.5]", real(0, 1),
-                                  needs="teacher")
-    temperature: Real = _train("temperature of the distributions of teacher and model [1]", real(0.01, 100),
-                               needs="teacher")
-    top_k: Whole = _train("number of the teacher's most likely tokens per label [64]", integer(1, 256), needs="teacher")
+    distill_weight: float = _train("weight of the teacher in the loss, 1 - X of the labels", real(0, 1), 0.5,
+                                   needs="teacher")
+    temperature: float = _train("temperature of the distributions of teacher and model", real(0.01, 100), 1.0,
+                                needs="teacher")
+    top_k: int = _train("number of the teacher's most likely tokens per label", integer(1, 256), 64, needs="teacher")
     epochs: Real = _train("passes over the data [text 1, preferences 1, chats 3]", ABOVE_0)
     max_steps: Whole = _train("number of steps, instead of --epochs", N)
     batch_size: int = _train("sequences per optimizer step", N, 16, scope="run")
@@ -351,10 +352,6 @@ class Options(Reading, Method, Machine):
     shape: Text = _instead("dry run for a model by name: llama-3.3-70b (an unknown one lists all)", NAME, scope="call",
                            needs="dry_run", without="model rope_factor")
     demo: bool = _instead("train a small generated model on generated text, in a minute", SWITCH, False, "call")
-
-    @property
-    def trace(self) -> bool:
-        return "trace" in self.log
 
     def warmup_steps(self, total_steps: int) -> int:
         return int(self.warmup) if self.warmup >= 1 else round(self.warmup * total_steps)

@@ -16,8 +16,7 @@ from trireme.engine.planner.whole import Events, compile_s, estimated_parts, eva
 from trireme.engine.run import config_file, screen
 from trireme.engine.run.evaluate import LONGEST, MAX_NEW
 from trireme.engine.run.job import BYTES, Job, alternatives, bytes_of, check_room, make
-from trireme.engine.run.opening import of_head, parameters
-from trireme.engine.run.options import Options
+from trireme.engine.run.options import Method, Options, table
 from trireme.engine.run.record import Snapshot
 from trireme.engine.tuning.cached import Cached
 from trireme.engine.tuning.chosen import trained_lines
@@ -69,7 +68,7 @@ def _model(job: Job) -> Iterator[str]:
     cfg, source, packing, experts = job.cfg, job.source, job.cfg.packing, job.cfg.experts
     dtypes = {t.dtype.lower(): 0 for name in job.opened.stored.values() if (t := source.tensors.get(name))}
     dtypes |= {packing.word: 0} if packing else {}
-    head = f", score head ({of_head(cfg)})" if cfg.scores else ", tied head" if cfg.tied else ""
+    head = f", score head of {cfg.scores}" if cfg.scores else ", tied head" if cfg.tied else ""
     where = count(len(source.files), "file") if source.files else "by config.json alone"
     size = f"{compact(shapes.parameters(cfg))} parameters, {'/'.join(dtypes)}, {where}, {gib(source.nbytes)}"
     yield f"{cfg.model_type}, {size}; {cfg.n_layers} layers{head}"
@@ -100,7 +99,8 @@ def _method(job: Job) -> str:
     what += ", computed as they will be merged" if lora and lora.aware else ""
     what += f"; {trained} parameters trained" if cfg.frozen else ""
     if job.preference:
-        values = ", ".join(f"{name} {getattr(o, name):g}" for name in parameters(o.method))
+        of_method = [name for name, f in table(Method).items() if o.method in f.metadata["methods"]]
+        values = ", ".join(f"{name} {getattr(o, name):g}" for name in of_method)
         what = f"{o.method} ({values}), {what}"
     what = f"classify ({', '.join(o.labels)[:80]}), {what}" if o.labels else what
     if teaching:

@@ -11,7 +11,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trireme.engine.run import aliases, cli, config_file, record
+from trireme.engine.run import cli, config_file, record
 from trireme.engine.run.options import COMMANDS, Every, Options, every, flag, gib_size, number, table, warmup, whole
 from trireme.models.config import InputError
 
@@ -156,9 +156,9 @@ def test_each_option_has_help_and_a_default_that_its_parser_takes(cls):
 
 
 def test_every_alias_is_of_an_option_and_none_is_of_two():
-    names = [alias for names in aliases.NAMES.values() for alias in names.split()]
+    names = [alias for names in config_file.NAMES.values() for alias in names.split()]
     assert len(names) == len(set(names))
-    assert aliases.NAMES.keys() <= OPTIONS.keys()
+    assert config_file.NAMES.keys() <= OPTIONS.keys()
     assert not set(names) & OPTIONS.keys()
 
 
