@@ -6,7 +6,6 @@ output closed. Torch is imported by the command's own module, so that --help is 
 
 from __future__ import annotations
 
-import difflib
 import errno
 import importlib
 import io
@@ -156,10 +155,6 @@ def parse(argv: Sequence[str]) -> tuple[str, Base]:
     word = argv[0] if argv else ""
     if word in COMMANDS:
         return word, COMMANDS[word].of(_values(word, COMMANDS[word], argv[1:]))
-    is_free = len(argv) > 1 and not argv[0].startswith("-") and not argv[1].startswith("-")
-    if not Path(word).exists() and (is_free or difflib.get_close_matches(word, COMMANDS, 1, 0.75)):
-        way = f"{', '.join(COMMANDS)}; to train: trireme CHECKPOINT --data FILE"
-        raise InputError(f"{word} is not a folder here, nor a command. Commands: {way}.")
     return "", of_a_run(_values("", Options, argv))
 
 
@@ -175,8 +170,8 @@ def _values(command: str, cls: type[Base], argv: Sequence[str]) -> dict[str, Any
             raise SystemExit(0)
         if not word.startswith("-"):
             if not free:
-                way = f"See trireme {command} --help" if command else "Data is given with --data FILE, times as 30min"
-                raise InputError(f"{word} was not expected. {way}.")
+                ways = f"Data is given with --data FILE, times as 30min; commands are {', '.join(COMMANDS)}"
+                raise InputError(f"{word} was not expected. {f'See trireme {command} --help' if command else ways}.")
             values[free.pop(0)] = word
             continue
         name, equals, text = word.lstrip("-").partition("=")

@@ -44,7 +44,7 @@ from trireme.storage.store import Store
 from trireme.storage.untrusted import checksum, quoted
 
 RUN, STATE, NOTE, REFERENCE = ".run", "state.json", "best.json", "reference.json"
-LOGS = ("config.yaml", "log.jsonl", "report.html", "trace.json")
+LOGS = ("config.yaml", "log.jsonl", "report.html")
 ADAPTER = "adapter_model.safetensors"
 BEGUN = {RUN, ".config.yaml.partial"}  # what a run has made that was killed at once
 OF_HOST = (STATE, "log.jsonl", ".*.partial", "tokens/*.tokens", "tokens/*.npz", "tokens/stdin*")

@@ -124,7 +124,7 @@ class Job:
 
     def fixed(self, begun: Snapshot | None) -> Fixed:
         """What a resumed run keeps of this one; checksums of files are those that it began with."""
-        o, same = self.options, (config_of(self.cfg), tensors_of(self.source), fingerprint(self.data), self.date)
+        o, same = self.options, (*identity(self.cfg, self.source), fingerprint(self.data), self.date)
         files = dict(begun.fixed.base) if begun else {}
         teacher, launches = self.data.teacher.key if self.data.teacher else "", tuned.digest(self.launches)
         return Fixed(self.plan, o.batch_size, self.rows, o.seq_len or 0, *same, launches, files, teacher)
@@ -142,7 +142,7 @@ def make(o: Options, begun: Snapshot | None = None, by_rule: bool = False) -> Jo
     with clock.at("headers"):
         opened = opening.open_model(o, today)
         o = replace(o, labels=opened.labels, seq_len=sequence_length(o, opened.cfg))
-        if fixed and (config_of(opened.cfg), tensors_of(opened.source)) != (fixed.config, fixed.tensors):
+        if fixed and identity(opened.cfg, opened.source) != (fixed.config, fixed.tensors):
             raise InputError(f"--resume {o.out}: {o.model} is not what the run began with. Name its checkpoint.")
     with clock.at("probe"):
         device, limits, assumed = computer(o, opened.cfg)
@@ -213,15 +213,13 @@ def check_options(o: Options, begun: Snapshot | None) -> None:
         raise InputError(wrong)
 
 
-def config_of(cfg: ModelConfig) -> dict[str, Any]:
-    """A model's numbers and what of it is trained, as JSON has them."""
-    return dict(json.loads(json.dumps(numbers(cfg))))
-
-
-def tensors_of(source: Source) -> dict[str, list[Any]]:
-    """Dtype and shape of every tensor, without the head that the run adds."""
+def identity(cfg: ModelConfig, source: Source) -> tuple[dict[str, Any], dict[str, list[Any]]]:
+    """A model's numbers and what of it is trained, as JSON has them; dtype and shape of every tensor, without the head
+    that the run adds.
+    """
     inner = source.inner if isinstance(source, Rewritten) else source
-    return {name: [t.dtype, *t.shape] for name, t in inner.tensors.items()}
+    tensors = {name: [t.dtype, *t.shape] for name, t in inner.tensors.items()}
+    return dict(json.loads(json.dumps(numbers(cfg)))), tensors
 
 
 # ---------------------------------------------------------------- data

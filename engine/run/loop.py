@@ -27,7 +27,7 @@ from trireme.engine.planner.lines import ready_line, took_line
 from trireme.engine.planner.machine import note_drives
 from trireme.engine.planner.predict import predict
 from trireme.engine.queues.names import READS
-from trireme.engine.queues.trace import Span, perfetto
+from trireme.engine.queues.trace import Span
 from trireme.engine.run import config_file, folder, page, report, screen
 from trireme.engine.run.after import hub
 from trireme.engine.run.evaluate import documents, with_reference, with_teacher
@@ -41,7 +41,6 @@ from trireme.models.config import InputError
 from trireme.models.rows import Load, make_load, neftune
 from trireme.models.sizes import costs
 from trireme.storage.auxiliary import TEMPLATE
-from trireme.storage.files import replace_synced
 from trireme.storage.untrusted import quoted
 
 BOUND_EVERY = 50  # steps between timings of queues
@@ -215,7 +214,7 @@ class Run:
         job, done, training, group = self.job, self.done, self.training, here()
         queues, number, began = training.queues, done.step + 1, time.perf_counter()
         self.stop.begun, moved = number, queues.moved.copy()
-        queues.tracing = "trace" in job.options.log or number == self.warm or done.step % BOUND_EVERY == 0
+        queues.tracing = number == self.warm or done.step % BOUND_EVERY == 0
         o, total = job.options, job.total_steps
         rate = learning_rate(number, total, o.lr or 0.0, o.schedule, o.warmup_steps(total))
         with screen.clock().at("steps"), training.watched(f"step {number:,}"):
@@ -283,16 +282,13 @@ class Run:
 
     def trace(self) -> list[Span]:
         """The tasks of the last step. Also notes the busiest queue."""
-        training, job = self.training, self.job
+        training = self.training
         with screen.clock().at("steps"), training.watched(f"step {self.done.step:,}"):
             training.queues.drain()
         spans = training.queues.trace()
         busy = at_work(until_its_end(spans))
         self.bound = max(busy, key=lambda queue: busy[queue])
         self.busy = [f"a step   {', '.join(f'{queue} {s:.3g} s' for queue, s in busy.items() if s)} at work"]
-        if "trace" in job.options.log:
-            replace_synced(job.out / "trace.json", perfetto(spans).encode())
-            screen.say("queues   " + ", ".join(f"{queue} {s:.3f} s" for queue, s in busy.items()))
         return spans
 
     def correct(self, spans: Sequence[Span], micro: Sequence[Inputs], seconds: float) -> None:

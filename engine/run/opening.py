@@ -25,14 +25,13 @@ from trireme.engine.tuning.parts import open_checkpoint
 from trireme.engine.tuning.peft import read_adapter
 from trireme.engine.tuning.quantized import quantized
 from trireme.models import config, hf
-from trireme.models.config import CLASS, InputError, Lora, ModelConfig, Teaching
+from trireme.models.config import InputError, Lora, ModelConfig, Teaching
 from trireme.models.losses.preferences import METHODS, Preference
 from trireme.storage.auxiliary import auxiliary_files, content_of
 from trireme.storage.checkpoint import Source
 
 KINDS: Mapping[str, Kind] = {"sft": "", "kto": "labels", "reward": "rewards", "classify": "classes"}  # others: pairs
 WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".ckpt"}
-ENDS = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", CLASS)  # of names of transformers' classes
 
 
 @dataclass(frozen=True)
@@ -53,8 +52,10 @@ def open_model(o: Options, date: str | None) -> Opened:
     raw = {} if o.shape else config.read_raw(o.model)
     cfg = find_model(o.shape) if o.shape else config.read_config(o.model, o.rope_factor)
     names = class_names(o, raw)
-    smoothing = o.label_smoothing if o.method == "sft" else 0.0
-    cfg = replace(cfg, fp8=o.dtype == "fp8", teaching=teaching_of(o, cfg.vocab), smoothing=smoothing)
+    cfg = replace(cfg, fp8=o.dtype == "fp8", smoothing=o.label_smoothing * (o.method == "sft"))
+    if o.teacher:  # scores on disk have their own top-k
+        k = read_names(o.teacher).k if is_scores(o.teacher) else min(o.top_k, cfg.vocab)
+        cfg = replace(cfg, teaching=Teaching(k, o.distill_weight, o.temperature))
     cfg = with_head(o, cfg, len(names))
     if o.router_aux and (cfg.experts is None or cfg.names.mlp.correction):
         raise InputError("--router-aux: the model has no experts, or a bias balances them. Leave it out.")
@@ -153,14 +154,6 @@ def preference_of(o: Method) -> Preference | None:
     return Preference(**{name: getattr(o, name) for name in table(Method)}) if is_preference else None
 
 
-def teaching_of(o: Options, vocab: int) -> Teaching | None:
-    """The loss with a teacher, whose scores on disk have their own top-k; None without one. Raises InputError."""
-    if not o.teacher:
-        return None
-    k = read_names(o.teacher).k if is_scores(o.teacher) else min(o.top_k, vocab)
-    return Teaching(k, o.distill_weight, o.temperature)
-
-
 def class_names(o: Options, raw: dict[str, Any]) -> tuple[str, ...]:
     """The names of a classifier's labels: those of config.json, those given, or those of the data. Raises
     InputError.
@@ -195,10 +188,8 @@ def pad_of(o: Options, codec: Codec | None) -> int | None:
 
 def _notes(o: Options, raw: Mapping[str, Any], cfg: ModelConfig, adapter: Adapter | None) -> Iterator[str]:
     """What config.json names and is not used; what one may not expect of --adapter."""
-    names = raw.get("architectures")
-    named = str(names[0])[:80] if isinstance(names, list) and names else ""
-    if raw.get("auto_map") or (named and not named.endswith(ENDS)):
-        what = "custom code, which is never run" if raw.get("auto_map") else named
+    if raw.get("auto_map"):
+        what = "custom code, which is never run"
         yield f"config.json names {what}: it is read as transformers' language model {cfg.model_type}"
     if adapts_experts(cfg) and o.expert_adapters == "stacked":
         yield "adapters of experts are written for peft; vLLM, SGLang, llama.cpp read --expert-adapters separate"

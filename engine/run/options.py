@@ -10,7 +10,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import Field, dataclass, field, fields
 from functools import partial
@@ -138,7 +138,7 @@ FILE, DIR, TEXT, NAME, HUB = (Value(text, name) for name in ("FILE", "DIR", "TEX
 N, X, FROM_0, ABOVE_0, SEED = integer(1), real(0), integer(0), Value(positive, "X"), integer(0, 2**32 - 1)
 DATA, PROMPT, FILES = Value(text, "FILE[:WEIGHT]"), Value(text, "TEXT"), Value(text, "FILE")
 DIRS, GLOBS, NAMES = Value(text, "DIR[,DIR]"), Value(text, "GLOB[,GLOB]"), Value(text, "NAME[,NAME]")
-LOGS, LABELS = Value(choice("tensorboard", "wandb", "trace").parse, "NAME[,NAME]"), Value(text, "NAME,NAME")
+LOGS, LABELS = Value(choice("tensorboard", "wandb").parse, "NAME[,NAME]"), Value(text, "NAME,NAME")
 MAP, LONG = Value(text, "OURS=YOURS"), choice("cut", "drop", "split", "error")
 DTYPE, BASE = choice("auto", "bf16", "fp32", "fp8"), choice("nf4", "fp8", "mxfp4")
 FORMATS, EXPERTS = choice("bf16", "same"), choice("stacked", "separate")
@@ -196,25 +196,22 @@ class Base:
                 raise InputError(f"{where}{flag(name)}: {str(error).rstrip('.')}.") from None
         return cls(chosen=frozenset(parsed), **parsed)
 
-    def faults(self) -> Iterator[str]:
-        """What is wrong with options that do not go together."""
-        options, method = table(type(self)), getattr(self, "method", "")
-        usual = lambda name, f: {None, (), False, "", *([] if name in self.chosen else [f.default])}
-        values = [name for name, f in options.items() if getattr(self, name) not in usual(name, f)]
-        for name in values:
-            methods, needs, without = (options[name].metadata[rule] for rule in ("methods", "needs", "without"))
-            if methods and method not in methods:
-                yield f"{flag(name)} is for --method {' or '.join(methods)}. Leave it out."
-            if needs and not {*needs} & {*values}:
-                add = f"{flag(needs[0])}{' 16' * (needs[0] == 'lora')}"
-                yield f"{flag(name)} is for {' or '.join(map(flag, needs))}. Add {add}, or leave it out."
-            for other in {*without} & {*values}:
-                yield f"{flag(other)} does not go with {flag(name)}. Leave one of them out."
-
     def check(self) -> None:
         """Raises InputError for options that do not go together."""
-        if wrong := next(self.faults(), ""):
-            raise InputError(wrong)
+        options, method = table(type(self)), getattr(self, "method", "")
+        usual = lambda name, f: {None, (), False, "", *([] if name in self.chosen else [f.default])}
+        values = {name: f.metadata for name, f in options.items() if getattr(self, name) not in usual(name, f)}
+        for name, rules in values.items():
+            methods, needs, wrong = rules["methods"], rules["needs"], ""
+            if methods and method not in methods:
+                wrong = f"is for --method {' or '.join(methods)}. Leave it out"
+            elif needs and not {*needs} & values.keys():
+                add = f"{flag(needs[0])}{' 16' * (needs[0] == 'lora')}"
+                wrong = f"is for {' or '.join(map(flag, needs))}. Add {add}, or leave it out"
+            elif others := {*rules["without"]} & values.keys():
+                wrong = f"does not go with {flag(others.pop())}. Leave one of them out"
+            if wrong:
+                raise InputError(f"{flag(name)} {wrong}.")
 
 
 def converted(f: Field[Any], value: Any) -> Any:
@@ -298,7 +295,7 @@ class Options(Reading, Method, Machine):
     patience: Whole = _output("stop after N evaluations without improvement [never]", N, needs="val")
     keep: int = _output("number of snapshots to keep", N, 1)
     keep_state: bool = _output("keep the state of a finished run, for --resume OUT --epochs N", SWITCH, False)
-    log: Texts = _output("also log to tensorboard, wandb; trace: a timeline of all tasks", LOGS, ())
+    log: Texts = _output("also log to tensorboard, wandb", LOGS, ())
     resume: Text = _output("continue RUN, or the latest unfinished run in runs/", Value(str, "RUN"), scope="call")
     verbose: bool = _output("print all parts of the report, as a dry run does", SWITCH, False, "call")
 

@@ -9,12 +9,10 @@ from __future__ import annotations
 import re
 import shutil
 import sys
-import textwrap
 import time
 import unicodedata
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
 from typing import TextIO
 
 from trireme.engine.amounts import compact, duration, gb
@@ -25,33 +23,18 @@ from trireme.storage.untrusted import LINE, shown
 OUTPUT = "standard output"
 PIPE, TERMINAL = 10.0, 0.1  # seconds between two states of the live line
 PATIENCE = 3.0  # seconds before progress of a part shows
-INDENT = 9  # width of a label
-WRAPPER = partial(
-    textwrap.TextWrapper, subsequent_indent=" " * INDENT, break_long_words=False, break_on_hyphens=False,
-    expand_tabs=False, replace_whitespace=False,
-)  # fmt: skip
-COMMAND = re.compile(r"\b(?:python -m )?trireme [^;,()]*")  # users copy it: it is not divided
 LABEL = re.compile(r"(warning|error|note)(?=:)|[a-z]+( [a-z]+)?(?= {2,}\S)")
 BOLD, PLAIN = "\x1b[1m", "\x1b[0m"
 COLOURS = {"error": "\x1b[1;31m", "warning": "\x1b[1;33m"}
 
 
-def widened(text: str) -> str:
-    """A text with `\\v` behind each character that takes two columns of a terminal: its length is its columns."""
-    return "".join(f"{c}\v" if unicodedata.east_asian_width(c) in "WF" else c for c in text)
-
-
-def wrapped(line: str, width: int) -> str:
-    """A line divided between words and wide characters, for a terminal of this width; parts but the first are
-    indented.
-    """
-    line, how = COMMAND.sub(lambda match: match[0].replace(" ", "\0"), line), WRAPPER(max(20, width - 2))
-    return "\n".join(how.wrap(widened(line))).replace("\0", " ").replace("\v", "")
+def columns(text: str) -> int:
+    """Columns of a terminal that a text takes: wide characters take two."""
+    return sum(1 + (unicodedata.east_asian_width(c) in "WF") for c in text)
 
 
 def coloured(line: str) -> str:
-    """A line wrapped for a terminal, with its label in bold or in the colour of what it warns of."""
-    line = wrapped(line, shutil.get_terminal_size().columns)
+    """A line with its label in bold or in the colour of what it warns of."""
     return LABEL.sub(lambda match: f"{COLOURS.get(match[0], BOLD)}{match[0]}{PLAIN}", line, count=1)
 
 
@@ -108,7 +91,7 @@ def show(line: str, final: bool = False) -> None:
     now, live = time.monotonic(), _screen.is_live
     if final or now - _screen.drawn >= (TERMINAL if live else PIPE):
         _screen.drawn, line = now, shown(line, LINE)
-        while live and len(widened(line)) >= shutil.get_terminal_size().columns:
+        while live and columns(line) >= shutil.get_terminal_size().columns:
             line = line[:-1]
         _screen.line = line if live and not final else ""
         _screen.write((f"\r\x1b[K{line}" if live else line) + "\n" * (final or not live))

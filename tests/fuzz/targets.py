@@ -116,7 +116,7 @@ def config_yaml(folder: Path) -> Target:
         parse(["--config", str(folder / "config.yaml")])
 
     value = {"model": "m", "data": ["a.jsonl", "b:0.5"], "val": "0.02", "seq_len": 64, "batch-size": 4, "lr": 1e-4,
-             "save_every": "30min", "gpu_memory": "24GiB", "betas": [0.9, 0.95], "log": "trace", "no_pack": True,
+             "save_every": "30min", "gpu_memory": "24GiB", "betas": [0.9, 0.95], "log": "wandb", "no_pack": True,
              "schedule": "linear", "warmup": 0.1, "adam_bits": 8, "seed": 7, "out": "o", "store": ["s"]}  # fmt: skip
     lines = ["model: m\n", "data:\n", "  - &a a.jsonl\n", "  - *a\n", "val: 0.02\n", "seq-len: 64\n", "lr: 1e-4\n",
              "betas: [0.9, 0.95]\n", "max_steps: 1_000\n", "save_every: >\n", "  30min\n", "# a comment\n"]  # fmt: skip

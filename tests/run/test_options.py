@@ -41,7 +41,7 @@ def values(f) -> st.SearchStrategy:
     if name == "betas":
         return st.just((0.8, 0.95))
     if name == "log":
-        return st.lists(st.sampled_from(["tensorboard", "wandb", "trace"])).map(tuple)
+        return st.lists(st.sampled_from(["tensorboard", "wandb"])).map(tuple)
     if name == "labels":
         return st.lists(TEXT, min_size=2, unique=True).map(tuple)
     if name in ("gpus", "micro_batch"):

@@ -33,23 +33,6 @@ def plain(text: str) -> str:
     return re.sub(r"\x1b\[[\d;]*m", "", text)
 
 
-@settings(deadline=None)
-@given(words=st.lists(st.text("abc谢é-", min_size=1, max_size=18), min_size=1, max_size=20), width=st.integers(30, 120))
-def test_a_line_is_wrapped_by_the_cells_of_its_characters(words, width):
-    line = "data     " + " ".join(words)
-    lines = screen.wrapped(line, width).split("\n")
-    assert all(len(screen.widened(each)) < width for each in lines)
-    assert all(each.startswith(" " * screen.INDENT) for each in lines[1:])
-    assert "".join("".join(lines).split()) == "".join(line.split())
-
-
-def test_a_command_is_not_divided():
-    command = "trireme --resume runs/a-very-long-name-of-a-run --max-steps 4000 --epochs 3"
-    wrapped = screen.wrapped(f"stopped: to continue, whatever it takes, here it is: {command}", 60)
-    assert command in wrapped
-    assert "\n" in wrapped
-
-
 def test_a_terminal_redraws_one_line_and_keeps_the_others(monkeypatch):
     terminal = Terminal()
     with screen.to(terminal):
