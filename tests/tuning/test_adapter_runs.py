@@ -165,7 +165,7 @@ def test_frozen_tensors_come_out_as_they_went_in(checkpoint, monkeypatch):
 def test_a_refusal_offers_what_fits(checkpoint):
     small = replace(options(checkpoint, checkpoint / "small", "gpu"), dry_run=True, gpu_memory=4 << 20)
     for change, offers in (
-        (dict(ram=6 << 20), "--lora 16"), (dict(lora=16, ram=4 << 20), "--base fp8"), (dict(lora=16, ram=3 << 20), ""),
+        (dict(ram=6 << 20), "--lora 16"), (dict(lora=16, ram=4 << 20), "--base nf4"), (dict(lora=16, ram=3 << 20), ""),
     ):  # fmt: skip
         with pytest.raises(DoesNotFit) as refused:
             train(replace(small, **change))
