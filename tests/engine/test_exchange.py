@@ -204,6 +204,7 @@ def test_a_mixture_comes_out_as_transformers_wrote_it(mixture, tmp_path, tier, d
     assert relative(reopened(ids).logits, oracle(*CASES[CASE])[0](ids).logits) < 1e-5
 
 
+@pytest.mark.full
 def test_files_name_each_expert_and_the_engine_all(mixture):
     x = exchange(read_config(mixture), open_source(mixture))
     shard = next(s for s in x.placement.shards() if s.entry.kind == "weights" and s.entry.u == 1)

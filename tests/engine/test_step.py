@@ -107,18 +107,21 @@ def cfg_of(model, method):
 
 
 @cache
-def in_one_memory(model: str, dtype: str, n_micro: int, clip: float, adam_bits: int, halves: bool = False, method=None):
+def in_one_memory(
+    model: str, dtype: str, n_micro: int, clip: float, adam_bits: int, halves: bool, method: str | None, asked: bool
+):  # fmt: skip
+    """As `run`; of evaluations and samples at each place where any is asked for."""
     cfg = cfg_of(model, method)
     plan = gpu_plan(cfg, dtype=dtype, n_micro=n_micro, adam_bits=adam_bits, halves=halves)
     e = make(cfg, plan, adamw=AdamW(max_grad_norm=clip))
-    return *run(e, n_micro, (ALWAYS,) * 4, method), final_weights(e)
+    return *run(e, n_micro, (ALWAYS if asked else (),) * 4, method), final_weights(e)
 
 
 def check(plan, queues, model="untied", clip=1.0, between=((),) * 4, method=None, **more):
     cfg = cfg_of(model, method)
     e = make(cfg, plan, queues, AdamW(max_grad_norm=clip), **more)
     halves = plan.halves and plan.adam_bits < 32  # narrow moments are rounded at random, by places in a unit
-    given = plan.dtype, plan.n_micro, clip, plan.adam_bits, halves, method
+    given = plan.dtype, plan.n_micro, clip, plan.adam_bits, halves, method, any(between)
     losses, all_told, weights = in_one_memory(model, *given)
     seen, told = run(e, plan.n_micro, between, method)
     assert seen == losses

@@ -54,6 +54,7 @@ def plays(real, tmp_path_factory) -> Options:
     )  # fmt: skip
 
 
+@pytest.mark.full
 def test_the_end_says_what_is_better_and_what_was_forgotten(plays, tmp_path, capsys):
     """As eval says it of base and output; after a kill and --resume as without them."""
     train(plays)

@@ -27,6 +27,7 @@ from trireme.storage.stripes import stripe_tensors, stripe_turns
 from trireme.storage.untrusted import seal
 
 
+@pytest.mark.grid("2")
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_write_commit_reopen(tmp_path, count):
     with create(tmp_path, count) as store:

@@ -44,6 +44,7 @@ def written(folder: Path, change=lambda cfg: cfg) -> Path:
     return folder.parent / "out"
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(("form", "trained"), [("modelopt", True), ("fp8", True), ("modelopt", False)])
 def test_files_about_a_packing_go_where_it_is_decoded(form, trained, tmp_path):
     """And config.json has the dtype of what is written."""

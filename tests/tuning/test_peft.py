@@ -107,6 +107,7 @@ def test_merged_as_peft_computes(row, tmp_path):
             read_adapter(adapter, cfg)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("case", SINGLE)
 def test_single_experts_are_merged_as_peft_computes(case, tmp_path):
     adapter, cfg = make(tmp_path, case)
