@@ -116,10 +116,22 @@ def head_block(D: int) -> int:
     return max(16, power2(D))
 
 
-def head_blocks(D: int, V: int) -> tuple[int, int]:
-    """Of keys and values: equal below 64, where two widths read out of bounds in bf16 on an H100 (Triton 3.6)."""
-    blocks = head_block(D), head_block(V)
-    return blocks if min(blocks) >= 64 else (max(blocks),) * 2
+def _parts(D: int, least: int) -> tuple[int, int]:
+    wide = power2(D + 1) // 2  # the largest power of two <= D
+    rest = max(least, head_block(D - wide))
+    return (wide, rest) if wide >= 64 and wide + rest < power2(D) else (head_block(D), 0)
+
+
+def head_parts(D: int, V: int, least: int) -> tuple[int, int, int, int, int, int]:
+    """Of keys and values: width, and its two parts as they are computed, the second 0 or less than the first.
+
+    Parts are powers of two, which tensors in Triton must have, of at least `least`. Below 64 heads have equal parts:
+    with two widths tiles are read out of bounds in bf16 on an H100 (Triton 3.6).
+    """
+    if min(head_block(D), head_block(V)) < 64:
+        parts = _parts(max(D, V), least)
+        return D, *parts, V, *parts
+    return D, *_parts(D, least), V, *_parts(V, least)
 
 
 class Tiles(NamedTuple):
@@ -165,11 +177,11 @@ def hopper_dq(block_d: int) -> Tile:
     return {64: Tile(64, 64, 4, 3), 128: Tile(128, 64, 8, 3), 256: Tile(128, 32, 8, 3)}[block_d]
 
 
-def hopper_dkv(block_d: int, block_v: int) -> Tile:
+def hopper_dkv(D: int, V: int) -> Tile:
     """Of keys and values; 4 warps have the sums of 64 keys whose heads are both wide."""
-    if max(block_d, block_v) > 128:
-        return Tile(64, 64, 8, 2) if block_d == block_v else Tile(16, 128, 8, 3)
-    return Tile(64, 128, 8, 3) if max(block_d, block_v) == 128 else Tile(32, 64, 4, 4)
+    if max(D, V) > 128:
+        return Tile(64, 64, 8, 2) if min(D, V) > 128 else Tile(16, 128, 8, 3)
+    return Tile(64, 128, 8, 3) if max(D, V) > 64 else Tile(32, 64, 4, 4)
 
 
 class Logits(NamedTuple):

@@ -29,15 +29,72 @@ def flat(strides: Iterable[tuple[int, int, int]]) -> tuple[int, ...]:
 
 
 @triton.jit
-def _load_rows(p, o_row, length, o_d, D: tl.constexpr, BLOCK_D: tl.constexpr, ROW_MASK: tl.constexpr):
-    """Zeros beyond document (ROW_MASK) and D."""
+def _parts_at(p, rows, D0: tl.constexpr, D1: tl.constexpr):
+    """Pointers to a tile's parts; rows: offsets, a column."""
+    parts = (p + (rows + tl.arange(0, D0)[None, :]),)
+    if D1:
+        parts += (p + (rows + (D0 + tl.arange(0, D1))[None, :]),)
+    return parts
+
+
+@triton.jit
+def _load_part(p, m_row, D: tl.constexpr, D0: tl.constexpr, ROW_MASK: tl.constexpr):
     if ROW_MASK:
-        if BLOCK_D == D:
-            return tl.load(p, (o_row < length)[:, None], 0.0)
-        return tl.load(p, (o_row < length)[:, None] & (o_d < D)[None, :], 0.0)
-    if BLOCK_D == D:
+        if D0 <= D:
+            return tl.load(p, m_row, 0.0)
+        return tl.load(p, m_row & (tl.arange(0, D0) < D)[None, :], 0.0)
+    if D0 <= D:
         return tl.load(p)
-    return tl.load(p, (o_d < D)[None, :], 0.0)
+    return tl.load(p, (tl.arange(0, D0) < D)[None, :], 0.0)
+
+
+@triton.jit
+def _load_rows(parts, m_row, D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, ROW_MASK: tl.constexpr):
+    """A tile's parts; zeros where m_row, a column, is false (ROW_MASK), and beyond D."""
+    tile = (_load_part(parts[0], m_row, D, D0, ROW_MASK),)
+    if D1:
+        tile += (_load_part(parts[1], m_row, D - D0, D1, ROW_MASK),)
+    return tile
+
+
+@triton.jit
+def _store_part(p, b, m_row, D: tl.constexpr):
+    tl.store(p, b.to(p.dtype.element_ty), m_row & (tl.arange(0, b.shape[1]) < D)[None, :])
+
+
+@triton.jit
+def _store_rows(parts, b, m_row, D: tl.constexpr):
+    """Writes a tile's parts before column D."""
+    _store_part(parts[0], b[0], m_row, D)
+    if len(b) == 2:
+        _store_part(parts[1], b[1], m_row, D - b[0].shape[1])
+
+
+@triton.jit
+def _zeros(ROWS: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr):
+    parts = (tl.zeros((ROWS, D0), tl.float32),)
+    if D1:
+        parts += (tl.zeros((ROWS, D1), tl.float32),)
+    return parts
+
+
+@triton.jit
+def _products(a, b):
+    """a b^T of two tiles in parts."""
+    b_s = tl.dot(a[0], tl.trans(b[0]), input_precision="ieee")
+    if len(a) == 2:
+        b_s = tl.dot(a[1], tl.trans(b[1]), b_s, input_precision="ieee")
+    return b_s
+
+
+@triton.jit
+def _add_products(acc, b_p, b):
+    """acc + p b in parts, p rounded as b is."""
+    b_p = b_p.to(b[0].dtype)
+    parts = (tl.dot(b_p, b[0], acc[0], input_precision="ieee"),)
+    if len(b) == 2:
+        parts += (tl.dot(b_p, b[1], acc[1], input_precision="ieee"),)
+    return parts
 
 
 @triton.jit
@@ -66,19 +123,17 @@ def _key_ranges(offset, length, window, BLOCK_Q: tl.constexpr, BLOCK_K: tl.const
 @triton.jit
 def _fwd_range(
     b_acc, b_m, b_l, b_q, p_k, p_v, k_n, v_n, lo, hi, o_q, length, qk_scale, window, D: tl.constexpr,
-    BLOCK_D: tl.constexpr, V: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr, WINDOWED: tl.constexpr,
-    MASKED: tl.constexpr, CAP: tl.constexpr,
+    D0: tl.constexpr, D1: tl.constexpr, V: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr, BLOCK_K: tl.constexpr,
+    WINDOWED: tl.constexpr, MASKED: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
     """Online softmax over keys [lo, hi)."""
-    o_d = tl.arange(0, BLOCK_D)
-    o_v = tl.arange(0, BLOCK_V)
     o_tile = tl.arange(0, BLOCK_K)
-    p_k += tl.cast(lo, tl.int64) * k_n + o_tile[:, None] * k_n + o_d[None, :]
-    p_v += tl.cast(lo, tl.int64) * v_n + o_tile[:, None] * v_n + o_v[None, :]
+    p_k = _parts_at(p_k, tl.cast(lo, tl.int64) * k_n + o_tile[:, None] * k_n, D0, D1)
+    p_v = _parts_at(p_v, tl.cast(lo, tl.int64) * v_n + o_tile[:, None] * v_n, V0, V1)
     for i_k in tl.range(lo, hi, BLOCK_K):
         o_k = i_k + o_tile
-        b_k = _load_rows(p_k, o_k, length, o_d, D, BLOCK_D, MASKED)
-        b_s = tl.dot(b_q, tl.trans(b_k), input_precision="ieee")
+        m_k = (o_k < length)[:, None]
+        b_s = _products(b_q, _load_rows(p_k, m_k, D, D0, D1, MASKED))
         if MASKED:  # scaled before hidden: a fused HIDDEN * scale - max(HIDDEN * scale) rounds hugely
             b_s = tl.where(
                 _visible(o_q[:, None], o_k[None, :], window, WINDOWED), soft_cap(b_s * qk_scale, CAP), HIDDEN
@@ -94,11 +149,11 @@ def _fwd_range(
             b_p = tl.exp2(b_s * qk_scale - b_m_new[:, None])
         b_shrink = tl.exp2(b_m - b_m_new)
         b_l = b_l * b_shrink + tl.sum(b_p, 1)
-        b_v = _load_rows(p_v, o_k, length, o_v, V, BLOCK_V, MASKED)
-        b_acc = tl.dot(b_p.to(b_v.dtype), b_v, b_acc * b_shrink[:, None], input_precision="ieee")
+        b_v = _load_rows(p_v, m_k, V, V0, V1, MASKED)
+        b_acc = _add_products([part * b_shrink[:, None] for part in b_acc], b_p, b_v)
         b_m = b_m_new
-        p_k += BLOCK_K * k_n
-        p_v += BLOCK_K * v_n
+        p_k = [part + BLOCK_K * k_n for part in p_k]
+        p_v = [part + BLOCK_K * v_n for part in p_v]
     return b_acc, b_m, b_l
 
 
@@ -106,8 +161,8 @@ def _fwd_range(
 @triton.jit(do_not_specialize=["N"])
 def _attention_fwd(
     p_q, p_k, p_v, p_out, p_lse, p_tiles, N, scale, window, q_n, q_h, k_n, k_h, v_n, v_h, o_n, o_h, H: tl.constexpr,
-    GROUP: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, V: tl.constexpr, BLOCK_V: tl.constexpr,
-    BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, WINDOWED: tl.constexpr, CAP: tl.constexpr,
+    GROUP: tl.constexpr, D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, V: tl.constexpr, V0: tl.constexpr,
+    V1: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, WINDOWED: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
     await_previous()
     i_tile, i_h = (
@@ -119,39 +174,36 @@ def _attention_fwd(
     length = tl.load(p_tiles + 3 * i_tile + 2)
     qk_scale = scale * LOG2E
 
-    o_d = tl.arange(0, BLOCK_D)
-    o_v = tl.arange(0, BLOCK_V)
     o_row = tl.arange(0, BLOCK_Q)
     o_q = offset + o_row
+    m_q = o_q < length
     first = start + offset
-    p_q += first * q_n + i_h * q_h + o_row[:, None] * q_n + o_d[None, :]
-    b_q = _load_rows(p_q, o_q, length, o_d, D, BLOCK_D, True)
+    p_q = _parts_at(p_q, first * q_n + i_h * q_h + o_row[:, None] * q_n, D0, D1)
+    b_q = _load_rows(p_q, m_q[:, None], D, D0, D1, True)
     p_k += start * k_n + (i_h // GROUP) * k_h
     p_v += start * v_n + (i_h // GROUP) * v_h
 
-    b_acc = tl.zeros((BLOCK_Q, BLOCK_V), tl.float32)
+    b_acc = _zeros(BLOCK_Q, V0, V1)
     b_m = tl.full((BLOCK_Q,), float("-inf"), tl.float32)
     b_l = tl.zeros((BLOCK_Q,), tl.float32)
     a, b, c, end = _key_ranges(offset, length, window, BLOCK_Q, BLOCK_K, WINDOWED)
     if WINDOWED:
         b_acc, b_m, b_l = _fwd_range(
             b_acc, b_m, b_l, b_q, p_k, p_v, k_n, v_n, a, b, o_q, length, qk_scale, window,
-            D, BLOCK_D, V, BLOCK_V, BLOCK_K, True, True, CAP,
+            D, D0, D1, V, V0, V1, BLOCK_K, True, True, CAP,
         )  # fmt: skip
     b_acc, b_m, b_l = _fwd_range(
         b_acc, b_m, b_l, b_q, p_k, p_v, k_n, v_n, b, c, o_q, length, qk_scale, window,
-        D, BLOCK_D, V, BLOCK_V, BLOCK_K, WINDOWED, False, CAP,
+        D, D0, D1, V, V0, V1, BLOCK_K, WINDOWED, False, CAP,
     )  # fmt: skip
     b_acc, b_m, b_l = _fwd_range(
         b_acc, b_m, b_l, b_q, p_k, p_v, k_n, v_n, c, end, o_q, length, qk_scale, window,
-        D, BLOCK_D, V, BLOCK_V, BLOCK_K, WINDOWED, True, CAP,
+        D, D0, D1, V, V0, V1, BLOCK_K, WINDOWED, True, CAP,
     )  # fmt: skip
 
-    m_q = o_q < length
     tl.store(p_lse + i_h.to(tl.int64) * N + first + o_row, (b_m + tl.log2(b_l)) * LN2, m_q)
-    p_out += first * o_n + i_h * o_h + o_row[:, None] * o_n + o_v[None, :]
-    b_out = b_acc / b_l[:, None]
-    tl.store(p_out, b_out.to(p_out.dtype.element_ty), m_q[:, None] & (o_v < V)[None, :])
+    p_out = _parts_at(p_out, first * o_n + i_h * o_h + o_row[:, None] * o_n, V0, V1)
+    _store_rows(p_out, [part / b_l[:, None] for part in b_acc], m_q[:, None], V)
 
 
 class Forward(NamedTuple):
@@ -166,9 +218,15 @@ def plan(
 ) -> Forward:
     """Forward for the strides of (q, k, v, out)."""
     tile = launch.attention(device, dtype, max(D, V)).fwd
-    block_d, block_v = launch.head_blocks(D, V)
-    widths = D, block_d, V, block_v
-    constants = H, H // K, *widths, tile.q, tile.k, window > 0, cap
+    constants = (
+        H,
+        H // K,
+        *launch.head_parts(D, V, 64 if launch.chip(device).large else 16),
+        tile.q,
+        tile.k,
+        window > 0,
+        cap,
+    )
     return Forward(
         tile.q,
         Fixed(_attention_fwd, window, *flat(strides), *constants, num_warps=tile.warps, num_stages=tile.stages),

@@ -4,7 +4,7 @@ Triton waits for each matrix multiplication at once (docs/kernels-log.md); in Gl
 asynchronously into ring buffers of STAGES slots, one commit group per step. Pointers and slots advance and are never
 recomputed; later copies start last. ptxas serializes matrix multiplications with accumulators that it cannot follow:
 between steps only those that the loop carries are in flight (tests/kernels/test_compile.py).
-Legend: as fwd.py, D padded to BLOCK_D and V to BLOCK_V; t_ a matrix multiplication that may be in flight.
+Legend: as fwd.py; t_ a matrix multiplication that may be in flight, of a tile in parts one for each.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.experimental.gluon.language.nvidia.hopper import warpgroup_mma, warpgroup_mma_wait
 
 LOG2E = gl.constexpr(1.4426950408889634)
 copy_async = getattr(async_copy, "async_load", None) or async_copy.async_copy_global_to_shared  # both renamed
@@ -19,8 +20,32 @@ cta_barrier = getattr(gl, "thread_barrier", None) or gl.barrier  # after Triton 
 
 
 @gluon.jit
-def places(n, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
-    """(rows, columns, offsets) of a tile that threads copy, of a tensor whose rows are n elements apart."""
+def allocate(dtype: gl.constexpr, SLOTS: gl.constexpr, ROWS: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr):
+    """Shared memory of so many tiles, in parts."""
+    tile: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
+    parts = (gl.allocate_shared_memory(dtype, [SLOTS, ROWS, D0], tile),)
+    if D1:
+        parts += (gl.allocate_shared_memory(dtype, [SLOTS, ROWS, D1], tile),)
+    return parts
+
+
+@gluon.jit
+def tile_of(ring, slot):
+    """The tile in a slot."""
+    return [part.index(slot) for part in ring]
+
+
+@gluon.jit
+def zeros(ROWS: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr, ACROSS: gl.constexpr = 1):
+    """Accumulators of a tile's parts, their columns divided over ACROSS groups of warps."""
+    parts = (gl.full([ROWS, D0], 0.0, gl.float32, matmul_layout(gl.num_warps(), D0, ACROSS)),)
+    if D1:
+        parts += (gl.full([ROWS, D1], 0.0, gl.float32, matmul_layout(gl.num_warps(), D1, ACROSS)),)
+    return parts
+
+
+@gluon.jit
+def _place(n, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
     layout: gl.constexpr = copy_layout(gl.num_warps(), COLUMNS)
     o_row = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
     o_d = gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))
@@ -28,9 +53,73 @@ def places(n, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
 
 
 @gluon.jit
-def copy_rows(smem, p, place, rows, D: gl.constexpr):
-    """Starts the copy of a tile at p to smem; zeros after `rows` and beyond column D."""
+def places(n, ROWS: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr):
+    """(rows, columns, offsets) of a tile's parts that threads copy, of a tensor whose rows are n elements apart."""
+    parts = (_place(n, ROWS, D0),)
+    if D1:
+        parts += (_place(n, ROWS, D1),)
+    return parts
+
+
+@gluon.jit
+def _copy(smem, p, place, rows, D: gl.constexpr):
     copy_async(smem, p + place[2], (place[0] < rows)[:, None] & (place[1] < D)[None, :])
+
+
+@gluon.jit
+def copy_rows(tile, p, place, rows, D: gl.constexpr):
+    """Starts the copy of a tile at p to shared memory; zeros after `rows` and beyond column D."""
+    _copy(tile[0], p, place[0], rows, D)
+    if len(tile) == 2:
+        D0: gl.constexpr = tile[0].shape[1]
+        _copy(tile[1], p + D0, place[1], rows, D - D0)
+
+
+@gluon.jit
+def _store(p, tile, n, rows, D: gl.constexpr):
+    layout: gl.constexpr = tile.type.layout
+    o_row = gl.arange(0, tile.shape[0], gl.SliceLayout(1, layout))
+    o_d = gl.arange(0, tile.shape[1], gl.SliceLayout(0, layout))
+    mask = (o_row < rows)[:, None] & (o_d < D)[None, :]
+    gl.store(p + o_row[:, None] * n + o_d[None, :], tile.to(p.dtype.element_ty), mask)
+
+
+@gluon.jit
+def store_rows(p, parts, n, rows, D: gl.constexpr):
+    """Writes a tile's first `rows` and D columns, rows n elements apart."""
+    _store(p, parts[0], n, rows, D)
+    if len(parts) == 2:
+        D0: gl.constexpr = parts[0].shape[1]
+        _store(p + D0, parts[1], n, rows, D - D0)
+
+
+@gluon.jit
+def start_scores(a, b, none):
+    """Starts a b^T of two tiles."""
+    t = warpgroup_mma(a[0], b[0].permute((1, 0)), none, use_acc=False, is_async=True)
+    if len(a) == 2:
+        t = warpgroup_mma(a[1], b[1].permute((1, 0)), t, is_async=True)
+    return t
+
+
+@gluon.jit
+def start_sums(b_p, b, acc):
+    """Starts acc + p b of a tile b; p: an operand in registers, or in shared memory."""
+    parts = (warpgroup_mma(b_p, b[0], acc[0], is_async=True),)
+    if len(acc) == 2:
+        if isinstance(b_p, gl.tensor):
+            b_p = gl.convert_layout(b_p, gl.DotOperandLayout(0, acc[1].type.layout, 2))
+        parts += (warpgroup_mma(b_p, b[1], acc[1], is_async=True),)
+    return parts
+
+
+@gluon.jit
+def wait(count: gl.constexpr, t):
+    """The results of t when at most `count` later multiplications are in flight."""
+    parts = warpgroup_mma_wait(count, t)
+    if len(t) == 1:
+        parts = (parts,)
+    return parts
 
 
 @gluon.jit
@@ -49,8 +138,8 @@ def keys_copy(ahead, own_slot, kept_slot, own_ring, kept_ring, own, kept, own_n,
     """
     i_k, p_own, p_kept = ahead
     if i_k < end:
-        copy_rows(own_ring.index(own_slot), p_own, own, length - i_k, OWN)
-        copy_rows(kept_ring.index(kept_slot), p_kept, kept, length - i_k, KEPT)
+        copy_rows(tile_of(own_ring, own_slot), p_own, own, length - i_k, OWN)
+        copy_rows(tile_of(kept_ring, kept_slot), p_kept, kept, length - i_k, KEPT)
     async_copy.commit_group()
     return i_k + BLOCK_K, p_own + BLOCK_K * own_n, p_kept + BLOCK_K * kept_n
 

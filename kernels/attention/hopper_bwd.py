@@ -10,7 +10,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
-    warpgroup_mma,
     warpgroup_mma_init,
     warpgroup_mma_wait,
 )
@@ -20,14 +19,21 @@ from trireme.kernels.attention.bwd import Backward
 from trireme.kernels.attention.fwd import flat
 from trireme.kernels.attention.hopper import (
     LOG2E,
+    allocate,
     copy_async,
     copy_rows,
     cta_barrier,
     matmul_layout,
     places,
     program_tile,
+    start_scores,
+    start_sums,
+    store_rows,
+    tile_of,
     turn,
     visible,
+    wait,
+    zeros,
 )
 from trireme.kernels.attention.hopper_dq import dq_kernel
 from trireme.kernels.launcher import Fixed, await_previous, launcher
@@ -40,8 +46,8 @@ def _dkv_copy(ahead, slot, q_ring, do_ring, lse_ring, delta_ring, queries, outs,
     """Starts the copies of step `ahead`, q, do, lse and delta; returns the next."""
     i_g, i_q, p_q, p_do, p_lse, p_delta = ahead
     if i_g < GROUP:
-        copy_rows(q_ring.index(slot), p_q, queries, length - i_q, D)
-        copy_rows(do_ring.index(slot), p_do, outs, length - i_q, V)
+        copy_rows(tile_of(q_ring, slot), p_q, queries, length - i_q, D)
+        copy_rows(tile_of(do_ring, slot), p_do, outs, length - i_q, V)
         copy_async(lse_ring.index(slot), p_lse + o_flat, o_flat < length - i_q)
         copy_async(delta_ring.index(slot), p_delta + o_flat, o_flat < length - i_q)
     async_copy.commit_group()
@@ -61,23 +67,13 @@ def _dkv_copy(ahead, slot, q_ring, do_ring, lse_ring, delta_ring, queries, outs,
     return i_g, i_q, p_q, p_do, p_lse, p_delta
 
 
-@gluon.jit
-def _store(p, tile, n, rows, D: gl.constexpr):
-    """Writes the tile's first `rows` and D columns, rows n elements apart."""
-    layout: gl.constexpr = tile.type.layout
-    o_row = gl.arange(0, tile.shape[0], gl.SliceLayout(1, layout))
-    o_d = gl.arange(0, tile.shape[1], gl.SliceLayout(0, layout))
-    mask = (o_row < rows)[:, None] & (o_d < D)[None, :]
-    gl.store(p + o_row[:, None] * n + o_d[None, :], tile.to(p.dtype.element_ty), mask)
-
-
 @launcher
 @gluon.jit(do_not_specialize=["N"])
 def dkv_kernel(
     p_do, p_q, p_k, p_v, p_lse, p_delta, p_dk, p_dv, p_tiles, N, scale, do_n, do_h, q_n, q_h, k_n, k_h, v_n, v_h, dk_n,
-    dk_h, dv_n, dv_h, K: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, BLOCK_D: gl.constexpr, V: gl.constexpr,
-    BLOCK_V: gl.constexpr, WINDOW: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
-    DIVIDED: gl.constexpr,
+    dk_h, dv_n, dv_h, K: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr,
+    V: gl.constexpr, V0: gl.constexpr, V1: gl.constexpr, WINDOW: gl.constexpr, BLOCK_Q: gl.constexpr,
+    BLOCK_K: gl.constexpr, STAGES: gl.constexpr, DIVIDED: gl.constexpr,
 ):  # fmt: skip
     """dk, dv of a key tile and key/value head.
 
@@ -91,8 +87,10 @@ def dkv_kernel(
     tile: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     line: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     scores: gl.constexpr = matmul_layout(WARPS, BLOCK_Q, ACROSS)
-    keys: gl.constexpr = matmul_layout(WARPS, BLOCK_D, ACROSS)
-    values: gl.constexpr = matmul_layout(WARPS, BLOCK_V, ACROSS)
+    keys: gl.constexpr = matmul_layout(WARPS, D0, ACROSS)
+    values: gl.constexpr = matmul_layout(WARPS, V0, ACROSS)
+    OF_K: gl.constexpr = 2 if D1 else 1  # multiplications of a product with k or q, with v or do
+    OF_V: gl.constexpr = 2 if V1 else 1
     dtype: gl.constexpr = p_q.dtype.element_ty
 
     i_h, start, offset, length = program_tile(p_tiles, K)
@@ -105,21 +103,21 @@ def dkv_kernel(
     p_lse += i_group * N + start + first
     p_delta += i_group * N + start + first
 
-    q_ring = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_Q, BLOCK_D], tile)
-    do_ring = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_Q, BLOCK_V], tile)
+    q_ring = allocate(dtype, STAGES, BLOCK_Q, D0, D1)
+    do_ring = allocate(dtype, STAGES, BLOCK_Q, V0, V1)
     lse_ring = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_Q], line)
     delta_ring = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_Q], line)
-    k_tile = gl.allocate_shared_memory(dtype, [BLOCK_K, BLOCK_D], tile)
-    v_tile = gl.allocate_shared_memory(dtype, [BLOCK_K, BLOCK_V], tile)
+    k_tile = tile_of(allocate(dtype, 1, BLOCK_K, D0, D1), 0)
+    v_tile = tile_of(allocate(dtype, 1, BLOCK_K, V0, V1), 0)
     if DIVIDED:
         p_tile = gl.allocate_shared_memory(dtype, [BLOCK_K, BLOCK_Q], tile)
         ds_tile = gl.allocate_shared_memory(dtype, [BLOCK_K, BLOCK_Q], tile)
     p_k += (start + offset) * k_n + i_h * k_h
     p_v += (start + offset) * v_n + i_h * v_h
-    copy_rows(k_tile, p_k, places(k_n, BLOCK_K, BLOCK_D), length - offset, D)
-    copy_rows(v_tile, p_v, places(v_n, BLOCK_K, BLOCK_V), length - offset, V)
+    copy_rows(k_tile, p_k, places(k_n, BLOCK_K, D0, D1), length - offset, D)
+    copy_rows(v_tile, p_v, places(v_n, BLOCK_K, V0, V1), length - offset, V)
 
-    queries, outs = places(q_n, BLOCK_Q, BLOCK_D), places(do_n, BLOCK_Q, BLOCK_V)
+    queries, outs = places(q_n, BLOCK_Q, D0, D1), places(do_n, BLOCK_Q, V0, V1)
     o_flat = gl.arange(0, BLOCK_Q, flat)
     ahead = (gl.to_tensor(0), first, p_q, p_do, p_lse, p_delta)
     for i in gl.static_range(STAGES - 1):
@@ -129,22 +127,23 @@ def dkv_kernel(
     o_k = offset + gl.arange(0, BLOCK_K, gl.SliceLayout(1, scores))
     o_tile = gl.arange(0, BLOCK_Q, gl.SliceLayout(0, scores))
     none = gl.full([BLOCK_K, BLOCK_Q], 0.0, gl.float32, scores)
-    t_dk = warpgroup_mma_init(gl.full([BLOCK_K, BLOCK_D], 0.0, gl.float32, keys))
-    t_dv = warpgroup_mma_init(gl.full([BLOCK_K, BLOCK_V], 0.0, gl.float32, values))
+    t_dk = [warpgroup_mma_init(part) for part in zeros(BLOCK_K, D0, D1, ACROSS)]
+    t_dv = [warpgroup_mma_init(part) for part in zeros(BLOCK_K, V0, V1, ACROSS)]
     i_q, slot, free = first, gl.to_tensor(0), gl.to_tensor(STAGES - 1)
     for _ in range(GROUP * gl.cdiv(end - first, BLOCK_Q)):
         async_copy.wait_group(STAGES - 2)
         fence_async_shared()
-        q_tile, do_tile = q_ring.index(slot), do_ring.index(slot)
-        t_s = warpgroup_mma(k_tile, q_tile.permute((1, 0)), none, use_acc=False, is_async=True)
-        t_dp = warpgroup_mma(v_tile, do_tile.permute((1, 0)), none, use_acc=False, is_async=True)
-        b_dk, b_dv = warpgroup_mma_wait(2, (t_dk, t_dv))  # last step's
+        q_tile, do_tile = tile_of(q_ring, slot), tile_of(do_ring, slot)
+        t_s = start_scores(k_tile, q_tile, none)
+        t_dp = start_scores(v_tile, do_tile, none)
+        b_dkv = wait(OF_K + OF_V, t_dk + t_dv)  # last step's
+        b_dk, b_dv = b_dkv[:OF_K], b_dkv[OF_K:]
         if DIVIDED:
             cta_barrier()  # all warps are done with the last slot and tiles
             ahead = _dkv_copy(ahead, free, q_ring, do_ring, lse_ring, delta_ring, queries, outs, q_n, q_h, do_n, do_h,
                               N, first, end, length, GROUP, BLOCK_Q, D, V, o_flat)  # fmt: skip
         b_lse = lse_ring.index(slot).load(gl.SliceLayout(0, scores)) * LOG2E
-        b_s = warpgroup_mma_wait(1, (t_s,))
+        b_s = warpgroup_mma_wait(OF_V, (t_s,))
         b_p = gl.exp2(b_s * (scale * LOG2E) - b_lse[None, :])  # 1 beyond the document, where q, do and delta are zero
         cut = i_q < offset + BLOCK_K
         if WINDOW:
@@ -155,21 +154,21 @@ def dkv_kernel(
             p_tile.store(b_p.to(dtype))
             fence_async_shared()
             cta_barrier()
-            t_dv = warpgroup_mma(p_tile, do_tile, b_dv, is_async=True)
+            t_dv = start_sums(p_tile, do_tile, b_dv)
         else:
             b_left = gl.convert_layout(b_p.to(dtype), gl.DotOperandLayout(0, values, 2))
-            t_dv = warpgroup_mma(b_left, do_tile, b_dv, is_async=True)
-        b_dp = warpgroup_mma_wait(1, (t_dp,))
+            t_dv = start_sums(b_left, do_tile, b_dv)
+        b_dp = warpgroup_mma_wait(OF_V, (t_dp,))
         b_delta = delta_ring.index(slot).load(gl.SliceLayout(0, scores))
         b_ds = b_p * (b_dp - b_delta[None, :])
         if DIVIDED:
             ds_tile.store(b_ds.to(dtype))
             fence_async_shared()
             cta_barrier()
-            t_dk = warpgroup_mma(ds_tile, q_tile, b_dk, is_async=True)
+            t_dk = start_sums(ds_tile, q_tile, b_dk)
         else:
             b_left = gl.convert_layout(b_ds.to(dtype), gl.DotOperandLayout(0, keys, 2))
-            t_dk = warpgroup_mma(b_left, q_tile, b_dk, is_async=True)
+            t_dk = start_sums(b_left, q_tile, b_dk)
             cta_barrier()  # all warps are done with the last slot
             ahead = _dkv_copy(ahead, free, q_ring, do_ring, lse_ring, delta_ring, queries, outs, q_n, q_h, do_n, do_h,
                               N, first, end, length, GROUP, BLOCK_Q, D, V, o_flat)  # fmt: skip
@@ -177,13 +176,13 @@ def dkv_kernel(
         i_q = gl.where(i_q < end, i_q, first)
         free = slot
         slot = turn(slot, STAGES)
-    b_dk, b_dv = warpgroup_mma_wait(0, (t_dk, t_dv))
+    b_dkv = wait(0, t_dk + t_dv)
     async_copy.wait_group(0)
 
     p_dk += (start + offset) * dk_n + i_h * dk_h
     p_dv += (start + offset) * dv_n + i_h * dv_h
-    _store(p_dk, b_dk * scale, dk_n, length - offset, D)
-    _store(p_dv, b_dv, dv_n, length - offset, V)
+    store_rows(p_dk, [part * scale for part in b_dkv[:OF_K]], dk_n, length - offset, D)
+    store_rows(p_dv, b_dkv[OF_K:], dv_n, length - offset, V)
 
 
 # ---------------------------------------------------------------- launchers
@@ -192,10 +191,9 @@ def dkv_kernel(
 def plan(H: int, K: int, D: int, V: int, window: int, strides) -> Backward:
     """Backward for the strides of (dout, q, k, v, out, dq, dk, dv), 16-byte aligned."""
     dout, q, k, v, out, dq, dk, dv = strides
-    block_d, block_v = launch.head_blocks(D, V)
-    sizes = H // K, D, block_d, V, block_v, window
-    by_query, by_key = launch.hopper_dq(max(block_d, block_v)), launch.hopper_dkv(block_d, block_v)
-    divided = min(block_d, block_v) > 128
+    sizes = H // K, *launch.head_parts(D, V, 64), window
+    by_query, by_key = launch.hopper_dq(launch.head_block(max(D, V))), launch.hopper_dkv(D, V)
+    divided = min(D, V) > 128
     return Backward(
         by_query.q,
         Fixed(

@@ -8,10 +8,11 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma_wait
 
 from trireme.kernels.attention.hopper import (
     LOG2E,
+    allocate,
     copy_rows,
     cta_barrier,
     first_key,
@@ -20,8 +21,14 @@ from trireme.kernels.attention.hopper import (
     matmul_layout,
     places,
     program_tile,
+    start_scores,
+    start_sums,
+    store_rows,
+    tile_of,
     turn,
     visible,
+    wait,
+    zeros,
 )
 from trireme.kernels.launcher import await_previous, launcher
 
@@ -39,20 +46,29 @@ def _probabilities(b_s, b_lse, i_k, offset, o_q, o_tile, qk_scale, BLOCK_Q: gl.c
     return b_p
 
 
+@gluon.jit
+def _row_products(p_do, p_out, do_place, out_place, rows, V: gl.constexpr):
+    """Sums of do * out over a part's columns."""
+    mask = (do_place[0] < rows)[:, None] & (do_place[1] < V)[None, :]
+    b_do = gl.load(p_do + do_place[2], mask, 0.0).to(gl.float32)
+    return gl.sum(b_do * gl.load(p_out + out_place[2], mask, 0.0).to(gl.float32), 1)
+
+
 @launcher
 @gluon.jit(do_not_specialize=["N"])
 def dq_kernel(
     p_do, p_q, p_k, p_v, p_out, p_lse, p_delta, p_dq, p_tiles, N, scale, do_n, do_h, q_n, q_h, k_n, k_h, v_n, v_h, o_n,
-    o_h, dq_n, dq_h, H: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, BLOCK_D: gl.constexpr, V: gl.constexpr,
-    BLOCK_V: gl.constexpr, WINDOW: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
+    o_h, dq_n, dq_h, H: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr,
+    V: gl.constexpr, V0: gl.constexpr, V1: gl.constexpr, WINDOW: gl.constexpr, BLOCK_Q: gl.constexpr,
+    BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """dq and delta of a query tile."""
     await_previous()
     WARPS: gl.constexpr = gl.num_warps()
-    tile: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     scores: gl.constexpr = matmul_layout(WARPS, BLOCK_K)
-    heads: gl.constexpr = matmul_layout(WARPS, BLOCK_D)
-    operand: gl.constexpr = gl.DotOperandLayout(0, heads, 2)
+    operand: gl.constexpr = gl.DotOperandLayout(0, matmul_layout(WARPS, D0), 2)
+    SUMS: gl.constexpr = 2 if D1 else 1  # multiplications of ds k
+    LATER: gl.constexpr = SUMS + (2 if V1 else 1)  # and of do v^T
     dtype: gl.constexpr = p_q.dtype.element_ty
 
     i_h, start, offset, length = program_tile(p_tiles, H)
@@ -60,26 +76,27 @@ def dq_kernel(
     p_v += start * v_n + (i_h // GROUP) * v_h
     end = gl.minimum(offset + BLOCK_Q, length)
 
-    k_ring = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_K, BLOCK_D], tile)
-    v_ring = gl.allocate_shared_memory(dtype, [STAGES - 1, BLOCK_K, BLOCK_V], tile)
-    q_tile = gl.allocate_shared_memory(dtype, [BLOCK_Q, BLOCK_D], tile)
-    do_tile = gl.allocate_shared_memory(dtype, [BLOCK_Q, BLOCK_V], tile)
+    k_ring = allocate(dtype, STAGES, BLOCK_K, D0, D1)
+    v_ring = allocate(dtype, STAGES - 1, BLOCK_K, V0, V1)
+    q_tile = tile_of(allocate(dtype, 1, BLOCK_Q, D0, D1), 0)
+    do_tile = tile_of(allocate(dtype, 1, BLOCK_Q, V0, V1), 0)
     p_q += (start + offset) * q_n + i_h * q_h
     p_do += (start + offset) * do_n + i_h * do_h
     p_out += (start + offset) * o_n + i_h * o_h
-    rows = places(do_n, BLOCK_Q, BLOCK_V)
-    o_row = rows[0]
-    copy_rows(q_tile, p_q, places(q_n, BLOCK_Q, BLOCK_D), length - offset, D)
+    rows = places(do_n, BLOCK_Q, V0, V1)
+    copy_rows(q_tile, p_q, places(q_n, BLOCK_Q, D0, D1), length - offset, D)
     copy_rows(do_tile, p_do, rows, length - offset, V)
-    keys, values = places(k_n, BLOCK_K, BLOCK_D), places(v_n, BLOCK_K, BLOCK_V)
+    keys, values = places(k_n, BLOCK_K, D0, D1), places(v_n, BLOCK_K, V0, V1)
     begin = first_key(offset, WINDOW, BLOCK_K)
     ahead = first_keys(v_ring, k_ring, p_v, p_k, values, keys, v_n, k_n, begin, end, length, V, D, BLOCK_K, STAGES)
 
-    mask = (o_row < length - offset)[:, None] & (rows[1] < V)[None, :]
-    b_do = gl.load(p_do + rows[2], mask, 0.0).to(gl.float32)
-    b_out = gl.load(p_out + places(o_n, BLOCK_Q, BLOCK_V)[2], mask, 0.0).to(gl.float32)
-    b_delta = gl.sum(b_do * b_out, 1)
+    outs = places(o_n, BLOCK_Q, V0, V1)
+    b_delta = _row_products(p_do, p_out, rows[0], outs[0], length - offset, V)
+    if V1:
+        b_rest = _row_products(p_do + V0, p_out + V0, rows[1], outs[1], length - offset, V - V0)
+        b_delta += gl.convert_layout(b_rest, b_delta.type.layout)
     p_stat = i_h.to(gl.int64) * N + start
+    o_row = rows[0][0]
     gl.store(p_delta + p_stat + offset + o_row, b_delta, o_row < length - offset)
     b_delta = gl.convert_layout(b_delta, gl.SliceLayout(1, scores))
     o_q = offset + gl.arange(0, BLOCK_Q, gl.SliceLayout(1, scores))
@@ -87,11 +104,11 @@ def dq_kernel(
 
     o_tile = gl.arange(0, BLOCK_K, gl.SliceLayout(0, scores))
     none = gl.full([BLOCK_Q, BLOCK_K], 0.0, gl.float32, scores)
-    b_dq = gl.full([BLOCK_Q, BLOCK_D], 0.0, gl.float32, heads)
+    b_dq = zeros(BLOCK_Q, D0, D1)
     async_copy.wait_group(STAGES - 2)
     fence_async_shared()
-    b_s = warpgroup_mma(q_tile, k_ring.index(0).permute((1, 0)), none, use_acc=False)
-    b_dp = warpgroup_mma(do_tile, v_ring.index(0).permute((1, 0)), none, use_acc=False)
+    b_s = warpgroup_mma_wait(0, (start_scores(q_tile, tile_of(k_ring, 0), none),))
+    b_dp = warpgroup_mma_wait(0, (start_scores(do_tile, tile_of(v_ring, 0), none),))
     b_p = _probabilities(b_s, b_lse, begin, offset, o_q, o_tile, scale * LOG2E, BLOCK_Q, BLOCK_K, WINDOW)
     b_ds = gl.convert_layout((b_p * (b_dp - b_delta[:, None])).to(dtype), operand)
     cta_barrier()  # all warps are done with the slot
@@ -101,24 +118,21 @@ def dq_kernel(
         async_copy.wait_group(STAGES - 2)
         fence_async_shared()
         after = turn(slot, STAGES)
-        t_s = warpgroup_mma(q_tile, k_ring.index(after).permute((1, 0)), none, use_acc=False, is_async=True)
-        t_dp = warpgroup_mma(do_tile, v_ring.index(own).permute((1, 0)), none, use_acc=False, is_async=True)
-        t_dq = warpgroup_mma(b_ds, k_ring.index(slot), b_dq, is_async=True)
-        b_s = warpgroup_mma_wait(2, (t_s,))
+        t_s = start_scores(q_tile, tile_of(k_ring, after), none)
+        t_dp = start_scores(do_tile, tile_of(v_ring, own), none)
+        t_dq = start_sums(b_ds, tile_of(k_ring, slot), b_dq)
+        b_s = warpgroup_mma_wait(LATER, (t_s,))
         b_p = _probabilities(b_s, b_lse, i_k, offset, o_q, o_tile, scale * LOG2E, BLOCK_Q, BLOCK_K, WINDOW)
-        b_dp = warpgroup_mma_wait(1, (t_dp,))
+        b_dp = warpgroup_mma_wait(SUMS, (t_dp,))
         b_ds = (b_p * (b_dp - b_delta[:, None])).to(dtype)
-        b_dq = warpgroup_mma_wait(0, (t_dq,))
+        b_dq = wait(0, t_dq)
         b_ds = gl.convert_layout(b_ds, operand)
         cta_barrier()  # all warps are done with the slots
         ahead = keys_copy(ahead, own, slot, v_ring, k_ring, values, keys, v_n, k_n, end, length, V, D, BLOCK_K)
         slot, own = after, turn(own, STAGES - 1)
     async_copy.wait_group(0)
     fence_async_shared()
-    b_dq = warpgroup_mma(b_ds, k_ring.index(slot), b_dq)
+    b_dq = wait(0, start_sums(b_ds, tile_of(k_ring, slot), b_dq))
 
-    o_row = gl.arange(0, BLOCK_Q, gl.SliceLayout(1, heads))
-    o_d = gl.arange(0, BLOCK_D, gl.SliceLayout(0, heads))
-    mask = (offset + o_row < length)[:, None] & (o_d < D)[None, :]
     p_dq += (start + offset) * dq_n + i_h * dq_h
-    gl.store(p_dq + o_row[:, None] * dq_n + o_d[None, :], (b_dq * scale).to(dtype), mask)
+    store_rows(p_dq, [part * scale for part in b_dq], dq_n, length - offset, D)

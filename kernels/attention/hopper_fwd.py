@@ -9,12 +9,13 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma_wait
 
 from trireme.kernels import launch
 from trireme.kernels.attention.fwd import Forward, flat
 from trireme.kernels.attention.hopper import (
     LOG2E,
+    allocate,
     copy_rows,
     cta_barrier,
     first_key,
@@ -23,8 +24,14 @@ from trireme.kernels.attention.hopper import (
     matmul_layout,
     places,
     program_tile,
+    start_scores,
+    start_sums,
+    store_rows,
+    tile_of,
     turn,
     visible,
+    wait,
+    zeros,
 )
 from trireme.kernels.launcher import Fixed, await_previous, launcher
 
@@ -65,16 +72,15 @@ def _row_sums(b_p, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr):
 @gluon.jit(do_not_specialize=["N"])
 def fwd_kernel(
     p_q, p_k, p_v, p_out, p_lse, p_tiles, N, scale, q_n, q_h, k_n, k_h, v_n, v_h, o_n, o_h, H: gl.constexpr,
-    GROUP: gl.constexpr, D: gl.constexpr, BLOCK_D: gl.constexpr, V: gl.constexpr, BLOCK_V: gl.constexpr,
-    WINDOW: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
+    GROUP: gl.constexpr, D: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr, V: gl.constexpr, V0: gl.constexpr,
+    V1: gl.constexpr, WINDOW: gl.constexpr, BLOCK_Q: gl.constexpr, BLOCK_K: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
     """out and lse of a query tile."""
     await_previous()
     WARPS: gl.constexpr = gl.num_warps()
-    tile: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     scores: gl.constexpr = matmul_layout(WARPS, BLOCK_K)
-    heads: gl.constexpr = matmul_layout(WARPS, BLOCK_V)
-    operand: gl.constexpr = gl.DotOperandLayout(0, heads, 2)
+    operand: gl.constexpr = gl.DotOperandLayout(0, matmul_layout(WARPS, V0), 2)
+    SUMS: gl.constexpr = 2 if V1 else 1  # multiplications of p v
     dtype: gl.constexpr = p_q.dtype.element_ty
 
     i_h, start, offset, length = program_tile(p_tiles, H)
@@ -82,12 +88,12 @@ def fwd_kernel(
     p_v += start * v_n + (i_h // GROUP) * v_h
     end = gl.minimum(offset + BLOCK_Q, length)
 
-    k_ring = gl.allocate_shared_memory(dtype, [STAGES - 1, BLOCK_K, BLOCK_D], tile)
-    v_ring = gl.allocate_shared_memory(dtype, [STAGES, BLOCK_K, BLOCK_V], tile)
-    q_tile = gl.allocate_shared_memory(dtype, [BLOCK_Q, BLOCK_D], tile)
+    k_ring = allocate(dtype, STAGES - 1, BLOCK_K, D0, D1)
+    v_ring = allocate(dtype, STAGES, BLOCK_K, V0, V1)
+    q_tile = tile_of(allocate(dtype, 1, BLOCK_Q, D0, D1), 0)
     p_q += (start + offset) * q_n + i_h * q_h
-    copy_rows(q_tile, p_q, places(q_n, BLOCK_Q, BLOCK_D), length - offset, D)
-    keys, values = places(k_n, BLOCK_K, BLOCK_D), places(v_n, BLOCK_K, BLOCK_V)
+    copy_rows(q_tile, p_q, places(q_n, BLOCK_Q, D0, D1), length - offset, D)
+    keys, values = places(k_n, BLOCK_K, D0, D1), places(v_n, BLOCK_K, V0, V1)
     begin = first_key(offset, WINDOW, BLOCK_K)
     ahead = first_keys(k_ring, v_ring, p_k, p_v, keys, values, k_n, v_n, begin, end, length, D, V, BLOCK_K, STAGES)
 
@@ -95,10 +101,10 @@ def fwd_kernel(
     o_q = offset + gl.arange(0, BLOCK_Q, gl.SliceLayout(1, scores))
     o_tile = gl.arange(0, BLOCK_K, gl.SliceLayout(0, scores))
     none = gl.full([BLOCK_Q, BLOCK_K], 0.0, gl.float32, scores)
-    b_acc = gl.full([BLOCK_Q, BLOCK_V], 0.0, gl.float32, heads)
+    b_acc = zeros(BLOCK_Q, V0, V1)
     async_copy.wait_group(STAGES - 2)
     fence_async_shared()
-    b_s = warpgroup_mma(q_tile, k_ring.index(0).permute((1, 0)), none, use_acc=False)
+    b_s = warpgroup_mma_wait(0, (start_scores(q_tile, tile_of(k_ring, 0), none),))
     b_m = gl.full([BLOCK_Q], HIDDEN, gl.float32, gl.SliceLayout(1, scores))
     b_m, b_p = _softmax(b_s, b_m, begin, offset, o_q, o_tile, qk_scale, BLOCK_Q, BLOCK_K, WINDOW)
     b_l = _row_sums(b_p, BLOCK_Q, BLOCK_K)
@@ -109,39 +115,36 @@ def fwd_kernel(
     for i_k in range(begin + BLOCK_K, end, BLOCK_K):
         async_copy.wait_group(STAGES - 2)
         fence_async_shared()
-        t_s = warpgroup_mma(q_tile, k_ring.index(own).permute((1, 0)), none, use_acc=False, is_async=True)
-        t_acc = warpgroup_mma(b_p, v_ring.index(slot), b_acc, is_async=True)
-        b_s = warpgroup_mma_wait(1, (t_s,))
+        t_s = start_scores(q_tile, tile_of(k_ring, own), none)
+        t_acc = start_sums(b_p, tile_of(v_ring, slot), b_acc)
+        b_s = warpgroup_mma_wait(SUMS, (t_s,))
         b_most, b_p = _softmax(b_s, b_m, i_k, offset, o_q, o_tile, qk_scale, BLOCK_Q, BLOCK_K, WINDOW)
         b_shrink = gl.exp2(b_m - b_most)
         b_now = _row_sums(b_p, BLOCK_Q, BLOCK_K)
         b_l = b_l * gl.convert_layout(b_shrink, gl.SliceLayout(1, b_now.type.layout))[:, None] + b_now
         b_m = b_most
         b_p = b_p.to(dtype)
-        b_acc = warpgroup_mma_wait(0, (t_acc,))
-        b_acc = b_acc * gl.convert_layout(b_shrink, gl.SliceLayout(1, heads))[:, None]
+        b_acc = [
+            part * gl.convert_layout(b_shrink, gl.SliceLayout(1, part.type.layout))[:, None] for part in wait(0, t_acc)
+        ]
         b_p = gl.convert_layout(b_p, operand)
         cta_barrier()  # all warps are done with the slots
         ahead = keys_copy(ahead, own, slot, k_ring, v_ring, keys, values, k_n, v_n, end, length, D, V, BLOCK_K)
         slot, own = turn(slot, STAGES), turn(own, STAGES - 1)
     async_copy.wait_group(0)
     fence_async_shared()
-    b_acc = warpgroup_mma(b_p, v_ring.index(slot), b_acc)
+    b_acc = wait(0, start_sums(b_p, tile_of(v_ring, slot), b_acc))
 
     b_sum = gl.convert_layout(gl.sum(b_l, 1), gl.SliceLayout(1, scores))
     m_q = o_q < length
     gl.store(p_lse + i_h.to(gl.int64) * N + start + o_q, (b_m + gl.log2(b_sum)) * LN2, m_q)
-    o_row = gl.arange(0, BLOCK_Q, gl.SliceLayout(1, heads))
-    o_d = gl.arange(0, BLOCK_V, gl.SliceLayout(0, heads))
-    mask = (offset + o_row < length)[:, None] & (o_d < V)[None, :]
     p_out += (start + offset) * o_n + i_h * o_h
-    b_out = b_acc / gl.convert_layout(b_sum, gl.SliceLayout(1, heads))[:, None]
-    gl.store(p_out + o_row[:, None] * o_n + o_d[None, :], b_out.to(dtype), mask)
+    b_out = [part / gl.convert_layout(b_sum, gl.SliceLayout(1, part.type.layout))[:, None] for part in b_acc]
+    store_rows(p_out, b_out, o_n, length - offset, V)
 
 
 def plan(H: int, K: int, D: int, V: int, window: int, strides) -> Forward:
     """Forward for the strides of (q, k, v, out), 16-byte aligned but out."""
-    block_d, block_v = launch.head_blocks(D, V)
-    tile = launch.hopper_fwd(max(block_d, block_v), window)
-    constants = *flat(strides), H, H // K, D, block_d, V, block_v, window, tile.q, tile.k, tile.stages
+    tile = launch.hopper_fwd(launch.head_block(max(D, V)), window)
+    constants = *flat(strides), H, H // K, *launch.head_parts(D, V, 64), window, tile.q, tile.k, tile.stages
     return Forward(tile.q, Fixed(fwd_kernel, *constants, num_warps=tile.warps))
