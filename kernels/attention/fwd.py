@@ -29,12 +29,10 @@ def flat(strides: Iterable[tuple[int, int, int]]) -> tuple[int, ...]:
 
 
 @triton.jit
-def _parts_at(p, rows, D0: tl.constexpr, D1: tl.constexpr):
+def parts_at(p, rows, D0: tl.constexpr, D1: tl.constexpr):
     """Pointers to a tile's parts; rows: offsets, a column."""
-    parts = (p + (rows + tl.arange(0, D0)[None, :]),)
-    if D1:
-        parts += (p + (rows + (D0 + tl.arange(0, D1))[None, :]),)
-    return parts
+    first = p + (rows + tl.arange(0, D0)[None, :])
+    return (first, p + (rows + (D0 + tl.arange(0, D1))[None, :])) if D1 else (first,)
 
 
 @triton.jit
@@ -49,12 +47,10 @@ def _load_part(p, m_row, D: tl.constexpr, D0: tl.constexpr, ROW_MASK: tl.constex
 
 
 @triton.jit
-def _load_rows(parts, m_row, D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, ROW_MASK: tl.constexpr):
+def load_rows(parts, m_row, D: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr, ROW_MASK: tl.constexpr):
     """A tile's parts; zeros where m_row, a column, is false (ROW_MASK), and beyond D."""
-    tile = (_load_part(parts[0], m_row, D, D0, ROW_MASK),)
-    if D1:
-        tile += (_load_part(parts[1], m_row, D - D0, D1, ROW_MASK),)
-    return tile
+    first = _load_part(parts[0], m_row, D, D0, ROW_MASK)
+    return (first, _load_part(parts[1], m_row, D - D0, D1, ROW_MASK)) if D1 else (first,)
 
 
 @triton.jit
@@ -63,7 +59,7 @@ def _store_part(p, b, m_row, D: tl.constexpr):
 
 
 @triton.jit
-def _store_rows(parts, b, m_row, D: tl.constexpr):
+def store_rows(parts, b, m_row, D: tl.constexpr):
     """Writes a tile's parts before column D."""
     _store_part(parts[0], b[0], m_row, D)
     if len(b) == 2:
@@ -71,15 +67,13 @@ def _store_rows(parts, b, m_row, D: tl.constexpr):
 
 
 @triton.jit
-def _zeros(ROWS: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr):
-    parts = (tl.zeros((ROWS, D0), tl.float32),)
-    if D1:
-        parts += (tl.zeros((ROWS, D1), tl.float32),)
-    return parts
+def zeros(ROWS: tl.constexpr, D0: tl.constexpr, D1: tl.constexpr):
+    first = tl.zeros((ROWS, D0), tl.float32)
+    return (first, tl.zeros((ROWS, D1), tl.float32)) if D1 else (first,)
 
 
 @triton.jit
-def _products(a, b):
+def products(a, b):
     """a b^T of two tiles in parts."""
     b_s = tl.dot(a[0], tl.trans(b[0]), input_precision="ieee")
     if len(a) == 2:
@@ -88,17 +82,15 @@ def _products(a, b):
 
 
 @triton.jit
-def _add_products(acc, b_p, b):
+def add_products(acc, b_p, b):
     """acc + p b in parts, p rounded as b is."""
     b_p = b_p.to(b[0].dtype)
-    parts = (tl.dot(b_p, b[0], acc[0], input_precision="ieee"),)
-    if len(b) == 2:
-        parts += (tl.dot(b_p, b[1], acc[1], input_precision="ieee"),)
-    return parts
+    first = tl.dot(b_p, b[0], acc[0], input_precision="ieee")
+    return (first, tl.dot(b_p, b[1], acc[1], input_precision="ieee")) if len(b) == 2 else (first,)
 
 
 @triton.jit
-def _visible(o_q, o_k, window, WINDOWED: tl.constexpr):
+def visible(o_q, o_k, window, WINDOWED: tl.constexpr):
     """Mask (queries, keys), or with swapped axes (keys, queries)."""
     distance = o_q - o_k
     if WINDOWED:
@@ -107,7 +99,7 @@ def _visible(o_q, o_k, window, WINDOWED: tl.constexpr):
 
 
 @triton.jit
-def _key_ranges(offset, length, window, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, WINDOWED: tl.constexpr):
+def key_ranges(offset, length, window, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, WINDOWED: tl.constexpr):
     """(a, b, c, end): keys [a, b) are cut by the window, [b, c) visible, [c, end) diagonal."""
     c = offset // BLOCK_K * BLOCK_K
     end = tl.minimum(offset + BLOCK_Q, length)
@@ -128,16 +120,14 @@ def _fwd_range(
 ):  # fmt: skip
     """Online softmax over keys [lo, hi)."""
     o_tile = tl.arange(0, BLOCK_K)
-    p_k = _parts_at(p_k, tl.cast(lo, tl.int64) * k_n + o_tile[:, None] * k_n, D0, D1)
-    p_v = _parts_at(p_v, tl.cast(lo, tl.int64) * v_n + o_tile[:, None] * v_n, V0, V1)
+    p_k = parts_at(p_k, tl.cast(lo, tl.int64) * k_n + o_tile[:, None] * k_n, D0, D1)
+    p_v = parts_at(p_v, tl.cast(lo, tl.int64) * v_n + o_tile[:, None] * v_n, V0, V1)
     for i_k in tl.range(lo, hi, BLOCK_K):
         o_k = i_k + o_tile
         m_k = (o_k < length)[:, None]
-        b_s = _products(b_q, _load_rows(p_k, m_k, D, D0, D1, MASKED))
+        b_s = products(b_q, load_rows(p_k, m_k, D, D0, D1, MASKED))
         if MASKED:  # scaled before hidden: a fused HIDDEN * scale - max(HIDDEN * scale) rounds hugely
-            b_s = tl.where(
-                _visible(o_q[:, None], o_k[None, :], window, WINDOWED), soft_cap(b_s * qk_scale, CAP), HIDDEN
-            )
+            b_s = tl.where(visible(o_q[:, None], o_k[None, :], window, WINDOWED), soft_cap(b_s * qk_scale, CAP), HIDDEN)
             b_m_new = tl.maximum(b_m, tl.max(b_s, 1))
             b_p = tl.exp2(b_s - b_m_new[:, None])
         elif CAP > 0.0:
@@ -149,8 +139,8 @@ def _fwd_range(
             b_p = tl.exp2(b_s * qk_scale - b_m_new[:, None])
         b_shrink = tl.exp2(b_m - b_m_new)
         b_l = b_l * b_shrink + tl.sum(b_p, 1)
-        b_v = _load_rows(p_v, m_k, V, V0, V1, MASKED)
-        b_acc = _add_products([part * b_shrink[:, None] for part in b_acc], b_p, b_v)
+        b_v = load_rows(p_v, m_k, V, V0, V1, MASKED)
+        b_acc = add_products([part * b_shrink[:, None] for part in b_acc], b_p, b_v)
         b_m = b_m_new
         p_k = [part + BLOCK_K * k_n for part in p_k]
         p_v = [part + BLOCK_K * v_n for part in p_v]
@@ -178,32 +168,24 @@ def _attention_fwd(
     o_q = offset + o_row
     m_q = o_q < length
     first = start + offset
-    p_q = _parts_at(p_q, first * q_n + i_h * q_h + o_row[:, None] * q_n, D0, D1)
-    b_q = _load_rows(p_q, m_q[:, None], D, D0, D1, True)
+    p_q = parts_at(p_q, first * q_n + i_h * q_h + o_row[:, None] * q_n, D0, D1)
+    b_q = load_rows(p_q, m_q[:, None], D, D0, D1, True)
     p_k += start * k_n + (i_h // GROUP) * k_h
     p_v += start * v_n + (i_h // GROUP) * v_h
 
-    b_acc = _zeros(BLOCK_Q, V0, V1)
+    b_acc = zeros(BLOCK_Q, V0, V1)
     b_m = tl.full((BLOCK_Q,), float("-inf"), tl.float32)
     b_l = tl.zeros((BLOCK_Q,), tl.float32)
-    a, b, c, end = _key_ranges(offset, length, window, BLOCK_Q, BLOCK_K, WINDOWED)
-    if WINDOWED:
+    bounds = key_ranges(offset, length, window, BLOCK_Q, BLOCK_K, WINDOWED)
+    for i in tl.static_range(0 if WINDOWED else 1, 3):
         b_acc, b_m, b_l = _fwd_range(
-            b_acc, b_m, b_l, b_q, p_k, p_v, k_n, v_n, a, b, o_q, length, qk_scale, window,
-            D, D0, D1, V, V0, V1, BLOCK_K, True, True, CAP,
+            b_acc, b_m, b_l, b_q, p_k, p_v, k_n, v_n, bounds[i], bounds[i + 1], o_q, length, qk_scale, window,
+            D, D0, D1, V, V0, V1, BLOCK_K, WINDOWED, i != 1, CAP,
         )  # fmt: skip
-    b_acc, b_m, b_l = _fwd_range(
-        b_acc, b_m, b_l, b_q, p_k, p_v, k_n, v_n, b, c, o_q, length, qk_scale, window,
-        D, D0, D1, V, V0, V1, BLOCK_K, WINDOWED, False, CAP,
-    )  # fmt: skip
-    b_acc, b_m, b_l = _fwd_range(
-        b_acc, b_m, b_l, b_q, p_k, p_v, k_n, v_n, c, end, o_q, length, qk_scale, window,
-        D, D0, D1, V, V0, V1, BLOCK_K, WINDOWED, True, CAP,
-    )  # fmt: skip
 
     tl.store(p_lse + i_h.to(tl.int64) * N + first + o_row, (b_m + tl.log2(b_l)) * LN2, m_q)
-    p_out = _parts_at(p_out, first * o_n + i_h * o_h + o_row[:, None] * o_n, V0, V1)
-    _store_rows(p_out, [part / b_l[:, None] for part in b_acc], m_q[:, None], V)
+    p_out = parts_at(p_out, first * o_n + i_h * o_h + o_row[:, None] * o_n, V0, V1)
+    store_rows(p_out, [part / b_l[:, None] for part in b_acc], m_q[:, None], V)
 
 
 class Forward(NamedTuple):

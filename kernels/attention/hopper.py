@@ -23,10 +23,8 @@ cta_barrier = getattr(gl, "thread_barrier", None) or gl.barrier  # after Triton 
 def allocate(dtype: gl.constexpr, SLOTS: gl.constexpr, ROWS: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr):
     """Shared memory of so many tiles, in parts."""
     tile: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
-    parts = (gl.allocate_shared_memory(dtype, [SLOTS, ROWS, D0], tile),)
-    if D1:
-        parts += (gl.allocate_shared_memory(dtype, [SLOTS, ROWS, D1], tile),)
-    return parts
+    first = gl.allocate_shared_memory(dtype, [SLOTS, ROWS, D0], tile)
+    return (first, gl.allocate_shared_memory(dtype, [SLOTS, ROWS, D1], tile)) if D1 else (first,)
 
 
 @gluon.jit
@@ -38,10 +36,9 @@ def tile_of(ring, slot):
 @gluon.jit
 def zeros(ROWS: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr, ACROSS: gl.constexpr = 1):
     """Accumulators of a tile's parts, their columns divided over ACROSS groups of warps."""
-    parts = (gl.full([ROWS, D0], 0.0, gl.float32, matmul_layout(gl.num_warps(), D0, ACROSS)),)
-    if D1:
-        parts += (gl.full([ROWS, D1], 0.0, gl.float32, matmul_layout(gl.num_warps(), D1, ACROSS)),)
-    return parts
+    first = gl.full([ROWS, D0], 0.0, gl.float32, matmul_layout(gl.num_warps(), D0, ACROSS))
+    rest: gl.constexpr = matmul_layout(gl.num_warps(), D1, ACROSS)
+    return (first, gl.full([ROWS, D1], 0.0, gl.float32, rest)) if D1 else (first,)
 
 
 @gluon.jit
@@ -55,10 +52,8 @@ def _place(n, ROWS: gl.constexpr, COLUMNS: gl.constexpr):
 @gluon.jit
 def places(n, ROWS: gl.constexpr, D0: gl.constexpr, D1: gl.constexpr):
     """(rows, columns, offsets) of a tile's parts that threads copy, of a tensor whose rows are n elements apart."""
-    parts = (_place(n, ROWS, D0),)
-    if D1:
-        parts += (_place(n, ROWS, D1),)
-    return parts
+    first = _place(n, ROWS, D0)
+    return (first, _place(n, ROWS, D1)) if D1 else (first,)
 
 
 @gluon.jit
@@ -105,21 +100,17 @@ def start_scores(a, b, none):
 @gluon.jit
 def start_sums(b_p, b, acc):
     """Starts acc + p b of a tile b; p: an operand in registers, or in shared memory."""
-    parts = (warpgroup_mma(b_p, b[0], acc[0], is_async=True),)
-    if len(acc) == 2:
-        if isinstance(b_p, gl.tensor):
-            b_p = gl.convert_layout(b_p, gl.DotOperandLayout(0, acc[1].type.layout, 2))
-        parts += (warpgroup_mma(b_p, b[1], acc[1], is_async=True),)
-    return parts
+    first = warpgroup_mma(b_p, b[0], acc[0], is_async=True)
+    if len(acc) == 2 and isinstance(b_p, gl.tensor):
+        b_p = gl.convert_layout(b_p, gl.DotOperandLayout(0, acc[1].type.layout, 2))
+    return (first, warpgroup_mma(b_p, b[1], acc[1], is_async=True)) if len(acc) == 2 else (first,)
 
 
 @gluon.jit
 def wait(count: gl.constexpr, t):
     """The results of t when at most `count` later multiplications are in flight."""
     parts = warpgroup_mma_wait(count, t)
-    if len(t) == 1:
-        parts = (parts,)
-    return parts
+    return (parts,) if len(t) == 1 else parts
 
 
 @gluon.jit

@@ -15,26 +15,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from trireme.kernels import launch
+from trireme.kernels.attention import hopper
 from trireme.kernels.attention.bwd import Backward
 from trireme.kernels.attention.fwd import flat
-from trireme.kernels.attention.hopper import (
-    LOG2E,
-    allocate,
-    copy_async,
-    copy_rows,
-    cta_barrier,
-    matmul_layout,
-    places,
-    program_tile,
-    start_scores,
-    start_sums,
-    store_rows,
-    tile_of,
-    turn,
-    visible,
-    wait,
-    zeros,
-)
 from trireme.kernels.attention.hopper_dq import dq_kernel
 from trireme.kernels.launcher import Fixed, await_previous, launcher
 
@@ -46,10 +29,10 @@ def _dkv_copy(ahead, slot, q_ring, do_ring, lse_ring, delta_ring, queries, outs,
     """Starts the copies of step `ahead`, q, do, lse and delta; returns the next."""
     i_g, i_q, p_q, p_do, p_lse, p_delta = ahead
     if i_g < GROUP:
-        copy_rows(tile_of(q_ring, slot), p_q, queries, length - i_q, D)
-        copy_rows(tile_of(do_ring, slot), p_do, outs, length - i_q, V)
-        copy_async(lse_ring.index(slot), p_lse + o_flat, o_flat < length - i_q)
-        copy_async(delta_ring.index(slot), p_delta + o_flat, o_flat < length - i_q)
+        hopper.copy_rows(hopper.tile_of(q_ring, slot), p_q, queries, length - i_q, D)
+        hopper.copy_rows(hopper.tile_of(do_ring, slot), p_do, outs, length - i_q, V)
+        hopper.copy_async(lse_ring.index(slot), p_lse + o_flat, o_flat < length - i_q)
+        hopper.copy_async(delta_ring.index(slot), p_delta + o_flat, o_flat < length - i_q)
     async_copy.commit_group()
     i_q += BLOCK_Q
     p_q += BLOCK_Q * q_n
@@ -86,14 +69,14 @@ def dkv_kernel(
     flat: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     tile: gl.constexpr = gl.NVMMASharedLayout(128, 16, rank=2)
     line: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    scores: gl.constexpr = matmul_layout(WARPS, BLOCK_Q, ACROSS)
-    keys: gl.constexpr = matmul_layout(WARPS, D0, ACROSS)
-    values: gl.constexpr = matmul_layout(WARPS, V0, ACROSS)
+    scores: gl.constexpr = hopper.matmul_layout(WARPS, BLOCK_Q, ACROSS)
+    keys: gl.constexpr = hopper.matmul_layout(WARPS, D0, ACROSS)
+    values: gl.constexpr = hopper.matmul_layout(WARPS, V0, ACROSS)
     OF_K: gl.constexpr = 2 if D1 else 1  # multiplications of a product with k or q, with v or do
     OF_V: gl.constexpr = 2 if V1 else 1
     dtype: gl.constexpr = p_q.dtype.element_ty
 
-    i_h, start, offset, length = program_tile(p_tiles, K)
+    i_h, start, offset, length = hopper.program_tile(p_tiles, K)
     first, end = offset // BLOCK_Q * BLOCK_Q, length  # queries that see the tile
     if WINDOW:
         end = gl.minimum(offset + BLOCK_K + WINDOW - 1, length)
@@ -103,21 +86,21 @@ def dkv_kernel(
     p_lse += i_group * N + start + first
     p_delta += i_group * N + start + first
 
-    q_ring = allocate(dtype, STAGES, BLOCK_Q, D0, D1)
-    do_ring = allocate(dtype, STAGES, BLOCK_Q, V0, V1)
+    q_ring = hopper.allocate(dtype, STAGES, BLOCK_Q, D0, D1)
+    do_ring = hopper.allocate(dtype, STAGES, BLOCK_Q, V0, V1)
     lse_ring = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_Q], line)
     delta_ring = gl.allocate_shared_memory(gl.float32, [STAGES, BLOCK_Q], line)
-    k_tile = tile_of(allocate(dtype, 1, BLOCK_K, D0, D1), 0)
-    v_tile = tile_of(allocate(dtype, 1, BLOCK_K, V0, V1), 0)
+    k_tile = hopper.tile_of(hopper.allocate(dtype, 1, BLOCK_K, D0, D1), 0)
+    v_tile = hopper.tile_of(hopper.allocate(dtype, 1, BLOCK_K, V0, V1), 0)
     if DIVIDED:
         p_tile = gl.allocate_shared_memory(dtype, [BLOCK_K, BLOCK_Q], tile)
         ds_tile = gl.allocate_shared_memory(dtype, [BLOCK_K, BLOCK_Q], tile)
     p_k += (start + offset) * k_n + i_h * k_h
     p_v += (start + offset) * v_n + i_h * v_h
-    copy_rows(k_tile, p_k, places(k_n, BLOCK_K, D0, D1), length - offset, D)
-    copy_rows(v_tile, p_v, places(v_n, BLOCK_K, V0, V1), length - offset, V)
+    hopper.copy_rows(k_tile, p_k, hopper.places(k_n, BLOCK_K, D0, D1), length - offset, D)
+    hopper.copy_rows(v_tile, p_v, hopper.places(v_n, BLOCK_K, V0, V1), length - offset, V)
 
-    queries, outs = places(q_n, BLOCK_Q, D0, D1), places(do_n, BLOCK_Q, V0, V1)
+    queries, outs = hopper.places(q_n, BLOCK_Q, D0, D1), hopper.places(do_n, BLOCK_Q, V0, V1)
     o_flat = gl.arange(0, BLOCK_Q, flat)
     ahead = (gl.to_tensor(0), first, p_q, p_do, p_lse, p_delta)
     for i in gl.static_range(STAGES - 1):
@@ -127,62 +110,62 @@ def dkv_kernel(
     o_k = offset + gl.arange(0, BLOCK_K, gl.SliceLayout(1, scores))
     o_tile = gl.arange(0, BLOCK_Q, gl.SliceLayout(0, scores))
     none = gl.full([BLOCK_K, BLOCK_Q], 0.0, gl.float32, scores)
-    t_dk = [warpgroup_mma_init(part) for part in zeros(BLOCK_K, D0, D1, ACROSS)]
-    t_dv = [warpgroup_mma_init(part) for part in zeros(BLOCK_K, V0, V1, ACROSS)]
+    t_dk = [warpgroup_mma_init(part) for part in hopper.zeros(BLOCK_K, D0, D1, ACROSS)]
+    t_dv = [warpgroup_mma_init(part) for part in hopper.zeros(BLOCK_K, V0, V1, ACROSS)]
     i_q, slot, free = first, gl.to_tensor(0), gl.to_tensor(STAGES - 1)
     for _ in range(GROUP * gl.cdiv(end - first, BLOCK_Q)):
         async_copy.wait_group(STAGES - 2)
         fence_async_shared()
-        q_tile, do_tile = tile_of(q_ring, slot), tile_of(do_ring, slot)
-        t_s = start_scores(k_tile, q_tile, none)
-        t_dp = start_scores(v_tile, do_tile, none)
-        b_dkv = wait(OF_K + OF_V, t_dk + t_dv)  # last step's
+        q_tile, do_tile = hopper.tile_of(q_ring, slot), hopper.tile_of(do_ring, slot)
+        t_s = hopper.start_scores(k_tile, q_tile, none)
+        t_dp = hopper.start_scores(v_tile, do_tile, none)
+        b_dkv = hopper.wait(OF_K + OF_V, t_dk + t_dv)  # last step's
         b_dk, b_dv = b_dkv[:OF_K], b_dkv[OF_K:]
         if DIVIDED:
-            cta_barrier()  # all warps are done with the last slot and tiles
+            hopper.cta_barrier()  # all warps are done with the last slot and tiles
             ahead = _dkv_copy(ahead, free, q_ring, do_ring, lse_ring, delta_ring, queries, outs, q_n, q_h, do_n, do_h,
                               N, first, end, length, GROUP, BLOCK_Q, D, V, o_flat)  # fmt: skip
-        b_lse = lse_ring.index(slot).load(gl.SliceLayout(0, scores)) * LOG2E
+        b_lse = lse_ring.index(slot).load(gl.SliceLayout(0, scores)) * hopper.LOG2E
         b_s = warpgroup_mma_wait(OF_V, (t_s,))
-        b_p = gl.exp2(b_s * (scale * LOG2E) - b_lse[None, :])  # 1 beyond the document, where q, do and delta are zero
+        b_p = gl.exp2(b_s * (scale * hopper.LOG2E) - b_lse[None, :])  # 1 past the end, where q, do and delta are zero
         cut = i_q < offset + BLOCK_K
         if WINDOW:
             cut = cut | (i_q + BLOCK_Q > offset + WINDOW)
         if cut:
-            b_p = gl.where(visible((i_q + o_tile)[None, :], o_k[:, None], WINDOW), b_p, 0.0)
+            b_p = gl.where(hopper.visible((i_q + o_tile)[None, :], o_k[:, None], WINDOW), b_p, 0.0)
         if DIVIDED:
             p_tile.store(b_p.to(dtype))
             fence_async_shared()
-            cta_barrier()
-            t_dv = start_sums(p_tile, do_tile, b_dv)
+            hopper.cta_barrier()
+            t_dv = hopper.start_sums(p_tile, do_tile, b_dv)
         else:
             b_left = gl.convert_layout(b_p.to(dtype), gl.DotOperandLayout(0, values, 2))
-            t_dv = start_sums(b_left, do_tile, b_dv)
+            t_dv = hopper.start_sums(b_left, do_tile, b_dv)
         b_dp = warpgroup_mma_wait(OF_V, (t_dp,))
         b_delta = delta_ring.index(slot).load(gl.SliceLayout(0, scores))
         b_ds = b_p * (b_dp - b_delta[None, :])
         if DIVIDED:
             ds_tile.store(b_ds.to(dtype))
             fence_async_shared()
-            cta_barrier()
-            t_dk = start_sums(ds_tile, q_tile, b_dk)
+            hopper.cta_barrier()
+            t_dk = hopper.start_sums(ds_tile, q_tile, b_dk)
         else:
             b_left = gl.convert_layout(b_ds.to(dtype), gl.DotOperandLayout(0, keys, 2))
-            t_dk = start_sums(b_left, q_tile, b_dk)
-            cta_barrier()  # all warps are done with the last slot
+            t_dk = hopper.start_sums(b_left, q_tile, b_dk)
+            hopper.cta_barrier()  # all warps are done with the last slot
             ahead = _dkv_copy(ahead, free, q_ring, do_ring, lse_ring, delta_ring, queries, outs, q_n, q_h, do_n, do_h,
                               N, first, end, length, GROUP, BLOCK_Q, D, V, o_flat)  # fmt: skip
         i_q += BLOCK_Q
         i_q = gl.where(i_q < end, i_q, first)
         free = slot
-        slot = turn(slot, STAGES)
-    b_dkv = wait(0, t_dk + t_dv)
+        slot = hopper.turn(slot, STAGES)
+    b_dkv = hopper.wait(0, t_dk + t_dv)
     async_copy.wait_group(0)
 
     p_dk += (start + offset) * dk_n + i_h * dk_h
     p_dv += (start + offset) * dv_n + i_h * dv_h
-    store_rows(p_dk, [part * scale for part in b_dkv[:OF_K]], dk_n, length - offset, D)
-    store_rows(p_dv, b_dkv[OF_K:], dv_n, length - offset, V)
+    hopper.store_rows(p_dk, [part * scale for part in b_dkv[:OF_K]], dk_n, length - offset, D)
+    hopper.store_rows(p_dv, b_dkv[OF_K:], dv_n, length - offset, V)
 
 
 # ---------------------------------------------------------------- launchers
