@@ -163,6 +163,7 @@ def attention(device: torch.device, dtype: torch.dtype, D: int) -> Tiles:
         return INTERPRETED
     if dtype == torch.float32:
         return FP32[width]
+    width = 192 if 128 < D <= 192 else width
     return Tiles(*(_set(here, f"attention_{kind} {width}", Tile) for kind in Tiles._fields))
 
 

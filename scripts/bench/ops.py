@@ -27,11 +27,12 @@ from block_parts import LONG, ROUNDS, gemm_rate, in_turn
 from op_cases import DEVICE, peers_of, randn
 from triton.testing import do_bench
 
-from trireme.engine.check.cases import GROUPS, Case, Shapes, attention_inputs, error
+from trireme.engine.check.cases import GROUPS, PACKED, Case, Shapes, attention_inputs, error
 from trireme.kernels import ops
 from trireme.kernels.launcher import Fixed, Kernel
 
-LATENT = (([4096] * 2, 16, 16, 192, 128), ([4096] * 2, 20, 20, 256, 256))  # of DeepSeek-V3 (an eighth), GLM-4.7-Flash
+V3 = 16, 16, 192, 128  # DeepSeek-V3, an eighth of its heads
+LATENT = (([4096] * 2, *V3), (PACKED, *V3), ([4096] * 2, 20, 20, 256, 256))  # and GLM-4.7-Flash
 
 
 def seconds(run: Callable, rep: int = 60, flush: Callable | None = None) -> float:

@@ -36,7 +36,7 @@ def test_rows_of_logits_are_wide_where_they_stay_in_l2(on):
 @pytest.mark.parametrize("chip", CHIPS, ids=lambda chip: f"sm_{chip.arch}")
 def test_the_first_setting_is_used_and_all_keep_the_rows_that_documents_are_cut_into(on, chip):
     on(chip)
-    for width in (64, 128, 256, 512):
+    for width in (64, 128, 192, 256, 512):
         for kind, tile in launch.attention(GPU, torch.bfloat16, width)._asdict().items():
             each = settings(chip, f"attention_{kind} {width}")
             assert tile == each[0]
