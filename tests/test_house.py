@@ -23,7 +23,7 @@ MOST_FILES = 17  # in a folder of the product
 # Most lines of Python and C++, blank lines and docstrings included. A commit that raises one says in its body why.
 # Behind some stands the number that they had to reach, and what has come since: they may not grow without a reason.
 BUDGETS = {
-    "kernels/**": 8203,  # 8000; rounding to packings 179, gates and choices of new model types 24
+    "kernels/**": 8290,  # 8000; rounding to packings 179, gates of new model types 24, heads in two parts 86
     "models/**": 9039,  # 8450; rounding to packings about 215, new model types about 370
     "storage/**": 3250,
     "engine/*.* engine/queues/**": 5357,
