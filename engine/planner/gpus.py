@@ -5,11 +5,14 @@ from __future__ import annotations
 import csv
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 
 from trireme.engine.amounts import positive, size
+
+MEASURED = re.compile(r"\b(H100|H200)\b")  # names of GPUs on which constants of estimates were fitted
 
 
 @dataclass(frozen=True)
@@ -92,6 +95,13 @@ def at_rate(gpu: Gpu, tflops: float) -> Gpu:
     """`gpu` with this rate of a matmul in TFLOP/s, as with a power limit, or as it was measured."""
     share = tflops * 1e12 / gpu.matmul
     return replace(gpu, matmul=tflops * 1e12, fp8=gpu.fp8 * share)
+
+
+def fp8_rate(name: str, matmul: float) -> float:
+    """FLOP/s of an fp8 matmul of the GPU of that name, by its sheet next to `matmul` in bf16; 0: none, or unknown."""
+    with suppress(ValueError):
+        return at_rate(find_gpu(name), matmul / 1e12).fp8
+    return 0.0
 
 
 def bus_of(gpu: Gpu, text: str) -> float:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 
@@ -10,6 +9,7 @@ from trireme.engine.amounts import compact, count, duration, gb, percent, second
 from trireme.engine.plan import DoesNotFit, Tier
 from trireme.engine.planner.clock import PARTS, Clock, Times
 from trireme.engine.planner.forecast import Forecast
+from trireme.engine.planner.gpus import MEASURED
 from trireme.engine.planner.rates import ENDURANCE, SHEETS, TB
 
 BINDS = {
@@ -24,7 +24,6 @@ BINDS = {
     "dram": "the bandwidth of RAM",
 }
 MEMORIES: dict[Tier, str] = {"gpu": "GPU", "ram": "RAM", "ssd": "SSD"}
-MEASURED = ("H100", "H200")  # GPUs on which constants of the estimate were fitted
 WORN = 0.2  # share of what drives are rated for that is worth a warning
 LITTLE, PART = 0.001, 0.01  # of what drives are rated for, of what is written: not worth telling
 
@@ -90,18 +89,17 @@ def _counted(tiers: Iterable[Tier], names: Mapping[Tier, str]) -> str:
     return ", ".join(f"{places.count(name)} {name}" for name in dict.fromkeys(names.values()) if name in places)
 
 
-def unmeasured_line(f: Forecast, assumed: bool) -> str:
-    """What the estimate assumes from other GPUs; "" for GPUs on which it was measured. `assumed`: with --assume nothing
-    was measured.
-    """
-    if any(re.search(rf"\b{name}\b", f.machine.name) for name in MEASURED):
+def rates_line(f: Forecast) -> str:
+    """Which rates are measured, on what, and which are from data sheets; "" if all were measured on such a GPU."""
+    name, sheets = f.machine.name, f.machine.how == SHEETS
+    if MEASURED.search(name) and not sheets:
         return ""
-    parts = ["attention", "the loss", "kernel launches"]
+    parts = ["PCIe"] * sheets + ["attention", "the loss", "kernel launches"]
     parts += ["experts"] * (f.cfg.experts is not None) + ["fp8"] * f.cfg.fp8
-    sheets = "rates are those of data sheets; " * assumed
+    rates = "data sheet or --assume, not measured" if sheets else "measured here"
     return (
-        f"never measured on {f.machine.name}: {sheets}{', '.join(parts[:-1])} and {parts[-1]} are estimated as on an "
-        "H200; the second step of a run corrects that"
+        f"rates of {name}: {rates}; {', '.join(parts[:-1])} and {parts[-1]}: as measured on H100 and H200; the "
+        "second step of a run corrects that"
     )
 
 

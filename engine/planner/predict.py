@@ -271,7 +271,9 @@ def issues(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch, k: int) -> 
     """
     cfg = plan.cut(cfg)
     geo = Geometry.of(cfg, plan)
-    units = {name: geo.unit_of(v) for v, name in enumerate(geo.base_names)} | {n: u for u, n in enumerate(geo.names)}
+    first = _first_alike(geo, plan)
+    units = {name: first[geo.unit_of(v)] for v, name in enumerate(geo.base_names)}
+    units |= dict(zip(geo.names, first, strict=True))
 
     @cache
     def seconds(kind: Kind, u: int | None) -> float:
@@ -330,11 +332,10 @@ def unit_seconds(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch) -> di
         known[kind, names[u]] = launched(kind, pass_seconds(work, rates, batch), u) / (rates.loss if u else 1)
     if batch.compared:
         known["loss", names[-1]] *= 1 + LOSS_FORWARD
-    alike = dict[tuple[int, frozenset[str]], int]()  # the first unit of those with equal times
+    first = _first_alike(geo, plan)
     for u in range(1, cfg.n_units - 1):
-        saved = frozenset(name for name, _ in plan.units[u].saved)
-        if (first := alike.setdefault((geo.alike[u], saved), u)) < u:
-            for (name, _), (same, _) in zip(_parts(geo, u), _parts(geo, first), strict=True):
+        if first[u] < u:
+            for (name, _), (same, _) in zip(_parts(geo, u), _parts(geo, first[u]), strict=True):
                 known["forward", name], known["backward", name] = known["forward", same], known["backward", same]
             continue
         forward, backward = (pass_seconds(work, rates, batch) for work in work_of(cfg, plan, batch, u))
@@ -345,6 +346,13 @@ def unit_seconds(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch) -> di
             known["forward", name] = launched("forward", share * forward, u) / rates.forward
             known["backward", name] = launched("backward", share * backward, u) / rates.backward
     return known
+
+
+def _first_alike(geo: Geometry, plan: Plan) -> list[int]:
+    """For each unit the first one that computes the same in the same time."""
+    first = dict[tuple[int, frozenset[str]], int]()
+    saved = (frozenset(name for name, _ in unit.saved) for unit in plan.units)
+    return [first.setdefault((geo.alike[u], names), u) for u, names in enumerate(saved)]
 
 
 def _parts(geo: Geometry, u: int) -> list[tuple[str, float]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from trireme.engine.amounts import compact, count, duration, gb, gib, seconds
+from trireme.engine.amounts import compact, count, duration, gb, gib
 from trireme.engine.geometry import Geometry
 from trireme.engine.plan import DoesNotFit
 from trireme.engine.planner import lines as forecasts
@@ -34,7 +34,7 @@ def lines(job: Job) -> Iterator[str]:
     f, o, full = job.forecast, job.options, job.options.verbose or job.options.dry_run
     steps_s = job.total_steps * f.step.step_s if job.on_gpu else None
     writes = written(f, job.total_steps, events(job, 0, steps_s))
-    unmeasured = forecasts.unmeasured_line(f, bool(o.assume)) if job.on_gpu else ""
+    rates = forecasts.rates_line(f) if job.on_gpu else ""
     wear = forecasts.wear_line(f, writes, steps_s) if full or job.plan.uses("ssd") else ""
     for label, texts in {
         "model": _model(job),
@@ -43,7 +43,7 @@ def lines(job: Job) -> Iterator[str]:
         "example": map(str.strip, job.data.example(0).split("\n")) if job.read else [],
         "method": [_method(job)],
         "trained": trained_lines(job.cfg, {"--train": o.train, "--freeze": o.freeze}) if o.train or o.freeze else [],
-        "machine": [job.machine.describe(job.on_gpu), unmeasured] if full or job.on_gpu else [],
+        "machine": [job.machine.describe(job.on_gpu), rates] if full or job.on_gpu else [],
         "steps": [_steps(job)],
         "eval": _evaluations(job),
         "ssd": [wear],
@@ -151,8 +151,8 @@ def _faster(job: Job) -> Iterator[str]:
     lighter = dict[str, ModelConfig]()  # the model with a quantized base, if what is frozen can be
     if job.cfg.frozen and not (job.cfg.packing or job.cfg.fp8 or resumes):
         lighter["--base nf4"] = quantized(job.cfg, job.source, "nf4", job.opened.stored)[0]
-    for change in faster(job.forecast, lighter, sequences, bits_open=not resumes):
-        yield f"faster   {change.what}: {change.gain:.1f} times the tokens/s ({seconds(change.step_s)} a step)"
+    for change in faster(job.forecast, lighter, sequences, resumes=resumes):
+        yield f"faster   {change.line()}"
 
 
 # ---------------------------------------------------------------- the whole run

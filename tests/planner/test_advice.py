@@ -4,12 +4,13 @@ import re
 from dataclasses import replace
 
 import pytest
-from plans import SEVEN_B
+from plans import ONE_B, SEVEN_B
 
 from trireme.engine.plan import DoesNotFit, Limits, Plan
 from trireme.engine.planner.advice import check_drive, faster
 from trireme.engine.planner.choose import first_plan
 from trireme.engine.planner.forecast import Files, Forecast, Work
+from trireme.engine.planner.lines import rates_line
 from trireme.engine.planner.rates import assume
 from trireme.engine.planner.rule import Wanted, simple_plan
 from trireme.engine.planner.sizes import find_model
@@ -52,7 +53,7 @@ def test_what_a_change_promises_is_what_a_plan_for_it_reaches():
     changes = {change.what: change.step_s for change in faster(f)}
     assert {"--adam-bits 8", "--batch-size 32"} & changes.keys()
     assert "--batch-size 32" not in {change.what for change in faster(f, sequences=31)}
-    assert "--adam-bits 8" not in {change.what for change in faster(f, bits_open=False)}
+    assert "--adam-bits 8" not in {change.what for change in faster(f, resumes=True)}
     assert f.in_8_bits.step.ssd_written < 0.6 * f.step.ssd_written
     if "twice the drives" in changes:
         twice = replace(f, machine=assume("gpu=rtx4090,ram=48GiB,ssd=2x2TB@7/5")).again()
@@ -93,3 +94,28 @@ def test_as_much_more_ram_is_enough_for_the_larger_records_that_it_brings():
         planned(4 << 30)
     more = float(re.search(r"--ram by ([\d.]+) GiB", str(refusal.value))[1])
     assert planned(int((4 + more) * 2**30)).record > size(4 << 30)
+
+
+@pytest.mark.full
+def test_fp8_is_advised_where_computing_binds_and_the_gpu_has_it():
+    cfg = find_model("llama-8b")
+    slow_drive = "gpu=rtx4090,ram=32GiB,ssd=2TB@1/0.5"
+    for machine, advised in (("gpu=rtx5090,ram=160GiB", True), ("gpu=rtx3090,ram=160GiB", False), (slow_drive, False)):
+        f = forecast(machine, cfg)
+        changes = {change.what: change for change in faster(f)}
+        assert ("--dtype fp8" in changes) == advised
+        assert all("loss" in change.line() for what, change in changes.items() if what == "--dtype fp8")
+
+
+@pytest.mark.parametrize(
+    ("machine", "words"),
+    [
+        ("gpu=rtx4090,ram=64GiB", ("RTX 4090", "data sheet", "not measured", "H200")),
+        ("gpu=h200,ram=64GiB", ("H200", "data sheet")),
+    ],
+)
+def test_it_is_said_which_rates_are_from_a_data_sheet(machine, words):
+    f = forecast(machine, ONE_B)
+    assert all(word in rates_line(f) for word in words)
+    here = replace(f.machine, how="measured before")
+    assert ("measured here" in rates_line(replace(f, machine=here))) == ("4090" in machine)
