@@ -14,10 +14,10 @@ from torch import Tensor
 from trireme.kernels.compiler import tl, triton
 from trireme.kernels.launch import cdiv
 from trireme.kernels.launcher import await_previous, launcher
+from trireme.kernels.packed.e4m3 import tile, tiling
 from trireme.kernels.packed.reference import GROUP, NF4
 
 BLOCK = 2048  # numbers of a program; not measured
-ROWS, COLUMNS = 32, 128
 INTEGER = tl.constexpr(12582912.0)  # added and subtracted it rounds fp32 below 2^22 to integers, ties to even
 
 
@@ -132,20 +132,13 @@ def int4_round(x: Tensor, like: Tensor, out: Tensor, group: int, zeros: bool, le
 @launcher
 @triton.jit
 def _e4m3_round(
-    p_x, p_by, p_scales, p_out, R: tl.constexpr, C: tl.constexpr, S: tl.constexpr, T: tl.constexpr, B: tl.constexpr,
-    K: tl.constexpr, MULTIPLY: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    p_x, p_by, p_scales, p_out, R: tl.constexpr, C: tl.constexpr, B: tl.constexpr, K: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, MULTIPLY: tl.constexpr,
 ):  # fmt: skip
     await_previous()
-    n_columns: tl.constexpr = (C + COLUMNS - 1) // COLUMNS
-    n_rows: tl.constexpr = (R + ROWS - 1) // ROWS
-    i_m = (tl.program_id(0) // (n_columns * n_rows)).to(tl.int64)
-    i_r, i_c = tl.program_id(0) // n_columns % n_rows, tl.program_id(0) % n_columns
-    o_r, o_c = i_r * ROWS + tl.arange(0, ROWS), i_c * COLUMNS + tl.arange(0, COLUMNS)
-    mask = (o_r < R)[:, None] & (o_c < C)[None, :]
-    o_s = (i_m * S + o_r // B) * T + i_c * COLUMNS // K  # COLUMNS divides K
-    b_by = tl.load(p_by + o_s, o_r < R, 1.0)[:, None]
-    b_scale = tl.load(p_scales + o_s, o_r < R, 1.0)[:, None]
-    o = (i_m * R + o_r)[:, None] * C + o_c[None, :]
+    o, mask, o_s, m_r = tile(R, C, B, K, ROWS, COLUMNS)
+    b_by = tl.load(p_by + o_s, m_r, 1.0)[:, None]
+    b_scale = tl.load(p_scales + o_s, m_r, 1.0)[:, None]
     b_x = tl.load(p_x + o, mask, 0.0)
     b_x = b_x * b_by if MULTIPLY else tl.div_rn(b_x, b_by)
     b_x = _e4m3(tl.minimum(tl.maximum(b_x, -448.0), 448.0)) * b_scale
@@ -155,17 +148,12 @@ def _e4m3_round(
 def e4m3_round(
     x: Tensor, by: Tensor, scales: Tensor, out: Tensor, block: tuple[int, int], multiply: bool = False
 ) -> None:
-    """Rounds x (M, R, C) fp32, divided by the value of its block in `by` (M, S, T), or multiplied, to E4M3; times
-    scales (M, S, T), all fp32.
-    """
-    M, R, C = x.shape
-    S, T = cdiv(R, block[0]), cdiv(C, block[1])
-    assert by.shape == scales.shape == (M, S, T)
+    """Rounds fp32 x (M, R, C), divided or multiplied by its block's `by` (M, S, T), to E4M3; times scales (M, S, T)."""
+    assert by.shape == scales.shape
     assert out.shape == x.shape
     assert all(t.is_contiguous() for t in (x, by, scales, out))
-    columns = min(COLUMNS, block[1] & -block[1])  # the largest power of two that divides it
-    grid = (M * cdiv(R, ROWS) * cdiv(C, columns),)
-    _e4m3_round[grid](x, by, scales, out, R, C, S, T, *block, multiply, ROWS, columns, num_warps=4)
+    grid, sizes = tiling(out, scales, block)
+    _e4m3_round[grid](x, by, scales, out, *sizes, multiply, num_warps=4)
 
 
 def _check(x: Tensor, out: Tensor, group: int) -> tuple[int, int]:
