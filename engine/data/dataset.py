@@ -184,8 +184,7 @@ class Dataset:
 
     def _shown(self, piece: int, marks: str) -> str:
         ids, labels = self._read(self.pieces[[piece]])
-        shifted = np.concatenate([[False], labels[:-1] >= 0])  # labels are those of the next tokens
-        return example_text(ids, shifted, self.codec, marks)
+        return example_text(ids, np.append(False, labels[:-1] >= 0), self.codec, marks)  # labels are of the next tokens
 
     def _order(self, epoch: int) -> np.ndarray:
         return documents.shuffled(self.n_sequences, self.options.seed, epoch)

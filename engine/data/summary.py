@@ -79,7 +79,8 @@ class Report:
         if summed:
             lines.append(f"{len(summed):,} more files: {count(sum(file.meta['rows'] for file in summed), 'row')}")
         held_out = f"{self.held_out} held out; " if self.held_out else ""
-        lines += [held_out + self.counts[0], *self.counts[1:], *self.losses()]
+        of = "before weights: " if any(file.weight != 1 for file in self.files) else ""
+        lines += [held_out + of + self.counts[0], *self.counts[1:], *self.losses()]
         packed, single = ("packed into ", "") if o.pack else ("", ", one row each")
         lines.append(
             f"{packed}{count(self.sequences, 'sequence')} of up to {o.room:,} tokens{single}; "
