@@ -29,7 +29,7 @@ Doris asked the owl for help. The owl said nothing and flew away. The next morni
 Nikias built a boat from an old table. It leaked in two places. He called it the Sieve and loved it.
 Xanthe counted the stars from the pier. She fell asleep at forty. The tide woke her with wet feet."""
 LESSON: dict[str, Any] = {
-    "seq_len": 32, "max_steps": 60, "batch_size": 8, "lr": 4e-3, "warmup": 0.0, "schedule": "constant"
+    "seq_len": 32, "max_steps": 60, "batch_size": 8, "lr": 3e-3, "warmup": 0.0, "schedule": "constant"
 }  # fmt: skip
 PIECES = r" ?[A-Za-z]+|[^A-Za-z]"
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}

@@ -14,12 +14,13 @@ from trireme.engine.run import screen
 from trireme.engine.run.options import Env
 
 ROOT = str(Path(__file__).resolve().parents[3])
+GIT = 'git -C "$0" --git-dir=.git'
 PROGRAMS = {
-    "commit": ("git", "-C", ROOT, "--git-dir=.git", "describe", "--always", "--dirty"),
+    "commit": ("sh", "-c", f"{GIT} describe --always --dirty 2>/dev/null || echo none: no clone, or no git", ROOT),
     "container": ("sh", "-c", "ls -d /.dockerenv /run/.containerenv 2>/dev/null | grep . || echo none seen"),
     "CPU": ("grep", "-m1", "model name", "/proc/cpuinfo"),
     "RAM": ("grep", "-m3", "Mem", "/proc/meminfo"),
-    "RAM limit": ("cat", "/sys/fs/cgroup/memory.max"),
+    "RAM limit": ("sh", "-c", "cat /sys/fs/cgroup/memory.max 2>/dev/null || echo none seen"),
     "GPU": ("nvidia-smi", "--query-gpu=name,driver_version,memory.total,memory.used", "--format=csv,noheader"),
     "drives": ("lsblk", "--nodeps", "--noheadings", "--exclude", "1,7", "--output", "NAME,SIZE,MODEL"),
     "store": ("df", "-h", "--output=file,source,fstype,size,avail"),
