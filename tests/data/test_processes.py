@@ -19,7 +19,6 @@ from trireme.engine.data.forms import Chat, Text
 from trireme.models.config import InputError
 
 ROOT = Path(__file__).parents[2]
-LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 ON = "{% if messages[0].content == 'bad' %}HERE{% endif %}" + CHATML
 
 
@@ -83,13 +82,13 @@ class _Abort(Text):
         return os.abort, ()
 
 
-@pytest.mark.full
-def test_a_template_without_end_names_the_row(tmp_path):
-    path = tmp_path / "rows.jsonl"
-    path.write_text("".join(json.dumps({"messages": chat.messages}) + "\n" for _, chat in chats("good", "bad")))
-    codec = made(tmp_path, ON.replace("HERE", LOOP))
-    with pytest.raises(InputError, match="line 2"):
-        load_dataset([str(path)], codec, DataOptions())
+def test_what_has_no_end_is_ended_by_its_limit(tmp_path):
+    """A template, say; which row it was is found as for a process that dies."""
+    codec = made(tmp_path)
+    with pytest.raises(Died):
+        codec.call(in_process.spin)
+    assert codec.decode([68]) == "a"
+    codec.close()
 
 
 def test_a_tokenizer_that_cannot_be_read_is_one_line(tmp_path):

@@ -9,6 +9,13 @@ def pid(programs):
     return os.getpid()
 
 
+def spin(programs):
+    """Without end; the limit of the processor's time, which `limits` has, comes at once."""
+    signal.setitimer(signal.ITIMER_PROF, 0.1)
+    while True:
+        pass
+
+
 def limits(programs):
     """Soft limits of memory and core files, seconds of the processor left."""
     limit = lambda which: resource.getrlimit(which)[0]
