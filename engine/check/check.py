@@ -1,21 +1,19 @@
-"""`trireme check`: what this machine has, how fast it is, and what to change. Writes only its report.
+"""`trireme check`: what this machine has, how fast it is, and what to change. Leaves nothing on the drives.
 
-It takes two minutes at most, of which drives take 30 seconds, kernels 40, and pinning 10.
+It takes two minutes at most, of which drives take 30 seconds, and kernels 40.
 """
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
 from trireme.engine.check import gpu, host, tune, tuned
 from trireme.engine.check.drives import drives
-from trireme.engine.check.row import WIDTHS, Row, changes
+from trireme.engine.check.row import WIDTHS, Row, changes, for_issue
 from trireme.engine.check.steps import steps
 from trireme.engine.planner.host import memory_limits
 from trireme.engine.planner.probe import compute, processor
@@ -26,31 +24,20 @@ from trireme.storage.temporary import HIDDEN, Temporary
 WHOLE = 105.0  # seconds, after which no step begins
 
 
-def check(folders: Mapping[str, Path], report: Path, say: Callable[[str], None], tuning: bool = False) -> list[Row]:
-    """Prints a line for each part and what to change, and writes `report`. `folders`: on drives, by the names given.
+def check(folders: Mapping[str, Path], say: Callable[[str], None], tuning: bool = False) -> list[Row]:
+    """Prints a line for each part, what to change, and what to report. `folders`: on drives, by the names given.
 
-    `tuning`: instead tries launch settings of each kernel and keeps those that are faster. Raises InputError if
-    `report` cannot be written, OSError if a drive fails.
+    `tuning`: instead tries launch settings of each kernel and keeps those that are faster. Raises OSError if a drive
+    fails.
     """
-    start, rows, new = time.monotonic(), list[Row](), not report.exists()
-    try:
-        report.open("a").close()  # before minutes are spent
-    except OSError as error:
-        raise InputError(f"--report {report}: {error.strerror}. Name another file.") from None
-    try:
-        for row in _rows(folders, start + WHOLE, tuning):
-            rows.append(row)
-            say(row.line())
-        took = time.monotonic() - start
-        report.write_text(json.dumps({"seconds": took, "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
-    except BaseException:
-        if new:
-            report.unlink()
-        raise
+    rows = list[Row]()
+    for row in _rows(folders, time.monotonic() + WHOLE, tuning):
+        rows.append(row)
+        say(row.line())
     for i, line in enumerate(changes(rows)):
         say(f"{'change' if i == 0 else '':{2 + WIDTHS[0]}}{line}")
-    nothing = "" if tuning else "; nothing else was written"
-    say(f"{'report':{2 + WIDTHS[0]}}{report}, in {took:.0f} s{nothing}")
+    for line in for_issue(rows):
+        say(line)
     return rows
 
 
@@ -69,13 +56,12 @@ def _rows(folders: Mapping[str, Path], end: float, tuning: bool) -> Iterator[Row
         yield gpu.no_gpu()
     else:
         yield from gpu.gpu(device, speeds)
-        yield gpu.pinned(device)
     tried = dict[Path, dict[str, float]]()  # rates of drives
     yield from drives(folders, tried)
     if device is not None:
         fp8 = torch.cuda.get_device_capability(device) >= (8, 9)
         with tuned.in_use(tuned.stored(device)):
-            yield from gpu.kernels(gpu.CHECKED, gpu.call_seconds, fp8)
+            yield from gpu.kernels(gpu.CHECKED, gpu.call_seconds, speeds, fp8)
         torch.cuda.empty_cache()
     folder, rates = next(iter(tried.items()), (None, {}))
     yield from steps(where, memory_limits(where, None, None), rates_of(speeds | rates), folder, end)

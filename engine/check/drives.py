@@ -26,14 +26,13 @@ def drives(folders: Mapping[str, Path], out: dict[Path, dict[str, float]]) -> It
         disk, model = shutil.disk_usage(folder), drive.identity(folder)["model"] or "a drive without a model's name"
         left = disk.free - reserved(disk.total)
         full = "" if left > 0 else f"free {gb(-left)}: nearly full drives write slowly"
-        numbers = {"model": model, "free": disk.free, "bytes": disk.total}
-        yield Row("drive", name, f"{model}, {gb(disk.free)} of {gb(disk.total)} free", full, numbers)
+        yield Row("drive", name, f"{model}, {gb(disk.free)} of {gb(disk.total)} free", full)
         with Temporary(HIDDEN, folder) as trial:
             yield _links(name, trial)
             direct = is_direct(trial)
         how = "" if direct else "put the store on ext4, xfs or btrfs of a drive of this machine"
         result = "files bypass the page cache" if direct else "no O_DIRECT: slower, through the page cache"
-        yield Row("drive", f"{name}, O_DIRECT", result, how, {"direct": direct})
+        yield Row("drive", f"{name}, O_DIRECT", result, how)
         if disk.free < LEAST:
             yield Row("drive", f"{name}, rates", "not tried: less than 1 GiB is free", "free some space")
             continue
@@ -47,8 +46,8 @@ def _links(name: str, folder: Path) -> Row:
         check_links(folder)
     except StoreError as error:
         reason = error.strerror or str(error)
-        return Row("drive", f"{name}, hard links", "none", reason, {"links": False})
-    return Row("drive", f"{name}, hard links", "snapshots can be made", numbers={"links": True})
+        return Row("drive", f"{name}, hard links", "none", reason)
+    return Row("drive", f"{name}, hard links", "snapshots can be made")
 
 
 def _rates(name: str, rates: Mapping[str, float]) -> Row:
@@ -57,4 +56,4 @@ def _rates(name: str, rates: Mapping[str, float]) -> Row:
     slow = "use an NVMe drive in a slot of its own, and look at its temperature" if read < usual.read / 7 else ""
     if not slow and write < usual.write / 2:
         slow = "it writes slowly: is it full, hot, or without a fast cache?"
-    return Row("drive", f"{name}, rates", result, slow, dict(rates))
+    return Row("drive", f"{name}, rates", result, slow)

@@ -1,7 +1,8 @@
-"""Checks of the GPU: memory, link, rates compared with its data sheet, memory that can be pinned, kernels."""
+"""Checks of the GPU: memory, link, rates compared with its data sheet, kernels."""
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -10,18 +11,15 @@ import torch
 
 from trireme.engine.amounts import gib, percent
 from trireme.engine.check.cases import GROUPS, MIXTURES, Case, Shapes, error, repeats
-from trireme.engine.check.host import is_wsl
 from trireme.engine.check.row import Row
-from trireme.engine.memory import Memory
-from trireme.engine.plan import Limits
-from trireme.engine.planner.gpus import Gpu, find_gpu
-from trireme.engine.planner.host import available_ram, gpu_now
+from trireme.engine.planner.gpus import MEASURED, Gpu, find_gpu
+from trireme.engine.planner.host import gpu_now
+from trireme.engine.planner.probe.cache import chips
 from trireme.engine.planner.rates import GB
 from trireme.kernels import ops
 from trireme.kernels.launcher import why_none
 
 LITTLE = 0.7  # of a known rate: something is wrong
-PINNED, PIECE, PINNING_S = 16 << 30, 1 << 30, 10.0  # bytes tried at most, of each registration; seconds
 KERNELS_S, TIMES = 40.0, 5  # of all kernels; calls that are compared, and timed
 ORDER = ("attention", "loss", "norms", "activations", "ends", "experts", "packed", "scans", "fp8")
 # The shapes of common models, with 2,048 tokens: references keep whole matrices of attention scores.
@@ -44,11 +42,12 @@ def no_gpu() -> Row:
     if not torch.cuda.is_available():
         why = "sees no GPU" if torch.version.cuda else "is built without CUDA"
         how = "to train on a GPU, install NVIDIA's driver and a torch with CUDA"
-        return Row("gpu", "GPU", f"torch {torch.__version__} {why}: kernels are not checked", how, {"there": False})
+        result = f"torch {torch.__version__} {why}: not measured are kernels, GPU memory and PCIe"
+        return Row("gpu", "GPU", result, how)
     if torch.version.hip:
-        return Row("gpu", "GPU", "an AMD GPU; the kernels are for NVIDIA GPUs", "use an NVIDIA GPU", {"there": False})
+        return Row("gpu", "GPU", "an AMD GPU; the kernels are for NVIDIA GPUs", "use an NVIDIA GPU")
     name = torch.cuda.get_device_name()
-    return Row("gpu", "GPU", f"{name} has no bf16", "use an RTX 30, an A100 or anything newer", {"there": False})
+    return Row("gpu", "GPU", f"{name} has no bf16", "use an RTX 30, an A100 or anything newer")
 
 
 def gpu(device: torch.device, rates: Mapping[str, float]) -> Iterator[Row]:
@@ -58,20 +57,22 @@ def gpu(device: torch.device, rates: Mapping[str, float]) -> Iterator[Row]:
         sheet = find_gpu(name)
     free, total = torch.cuda.mem_get_info(device)
     busy = "close what else uses it" if free < 0.85 * total else ""
-    yield Row("gpu", "GPU", f"{name}, {gib(free, 1)} of {gib(total, 1)} free", busy, {"name": name, "free": free})
+    driver = re.search(r"\b\d{3,}\.[\d.]+", chips(device, "")["driver"])
+    result = f"{name}, driver {driver[0] if driver else 'unknown'}, {gib(free, 1)} of {gib(total, 1)} free"
+    yield Row("gpu", "GPU", result, busy, {"measured": bool(MEASURED.search(name))})
     why = why_none()
     yield Row("gpu", "Triton's compiler", why or "works", "install gcc and python3-dev" if why else "")
-    a, idle = torch.randn(8192, 8192, device=device, dtype=torch.bfloat16), gpu_now(device)
+    a = torch.randn(8192, 8192, device=device, dtype=torch.bfloat16)
     for _ in range(20):
         a @ a
-    yield link(idle, gpu_now(device))  # while they run
+    yield link(gpu_now(device))  # while they run
     yield from _against(sheet, rates)
     overhead = rates["launch_overhead"]
-    yield Row("gpu", "starting a kernel", f"{overhead * 1e6:.0f} us of the CPU for each", numbers={"seconds": overhead})
+    yield Row("gpu", "starting a kernel", f"{overhead * 1e6:.0f} us of the CPU for each")
 
 
-def link(idle: Mapping[str, int], busy: Mapping[str, int]) -> Row:
-    """A row on the link. `idle`, `busy`: from host.gpu_now, without work and while the GPU computes."""
+def link(busy: Mapping[str, int]) -> Row:
+    """A row on the link. `busy`: from host.gpu_now, while the GPU computes."""
     if "lanes" not in busy:
         return Row("gpu", "PCIe", "the driver does not say")
     lanes, of, best = busy["lanes"], busy.get("lanes of the card", 0), busy.get("generation", 0)
@@ -81,7 +82,7 @@ def link(idle: Mapping[str, int], busy: Mapping[str, int]) -> Row:
         slow = "look at the board's firmware: the link could be faster"
     watts = busy.get("milliwatts", 0) / 1000
     result += f"; power limit {watts:.0f} W" if watts else ""
-    return Row("gpu", "PCIe", result, slow, {**{f"idle, {k}": v for k, v in idle.items()}, **busy})
+    return Row("gpu", "PCIe", result, slow)
 
 
 def _against(sheet: Gpu | None, rates: Mapping[str, float]) -> Iterator[Row]:
@@ -96,32 +97,24 @@ def _against(sheet: Gpu | None, rates: Mapping[str, float]) -> Iterator[Row]:
     for name, what, unit, shown, field, how in parts:
         rate, usual = rates[name], vars(sheet)[field] if sheet else 0.0
         share = f", {percent(rate / usual)} of what is usual for it" if usual else ""
-        yield Row("gpu", what, f"{rate / unit:,.0f} {shown}{share}", how if rate < LITTLE * usual else "", {name: rate})
-
-
-def pinned(device: torch.device) -> Row:
-    """How much RAM CUDA registers, in pieces until it refuses one."""
-    limit = min(available_ram() // 2, PINNED) if not is_wsl() else available_ram() * 3 // 4
-    memory, start, tried = Memory([device], Limits(1 << 60, 1 << 60)), time.monotonic(), 0
-    try:
-        while tried + PIECE <= limit and not memory.refused and time.monotonic() - start < PINNING_S:
-            memory.alloc("ram", "check", PIECE, 1)
-            tried += PIECE
-        registered = tried - memory.refused
-    finally:
-        memory.close()
-    result = f"{gib(registered, 0)}{' and no more' if memory.refused else ', as much as was tried'}"
-    how = (
-        f"plan with --ram {registered >> 30}GiB: copies of other RAM are several times slower" if memory.refused else ""
-    )
-    return Row("gpu", "RAM that can be pinned", result, how, {"bytes": registered, "refused": memory.refused > 0})
+        yield Row("gpu", what, f"{rate / unit:,.0f} {shown}{share}", how if rate < LITTLE * usual else "")
 
 
 # ---------------------------------------------------------------- kernels
 
 
-def kernels(shapes: Shapes, timed: Callable[[Case], float], fp8: bool, groups: Sequence[str] = ORDER) -> Iterator[Row]:
-    """Yields each kernel's error against its reference, and its rate. `timed`: seconds of a call."""
+def kernels(
+    shapes: Shapes,
+    timed: Callable[[Case], float],
+    rates: Mapping[str, float],
+    fp8: bool,
+    groups: Sequence[str] = ORDER,
+) -> Iterator[Row]:
+    """Yields each kernel's time, its bound as a share of that, and its error against its reference.
+
+    `timed`: seconds of a call. `rates`: as `gpu`. The bound: its FLOPs at the rate of a large bf16 matmul, of twice
+    that in fp8, or its bytes at that of a copy.
+    """
     end = time.monotonic() + KERNELS_S
     for name in groups:
         if name == "fp8" and not fp8:
@@ -129,7 +122,7 @@ def kernels(shapes: Shapes, timed: Callable[[Case], float], fp8: bool, groups: S
             continue
         try:
             for case in GROUPS[name](shapes):
-                yield _compared(case, timed)
+                yield _compared(case, timed, rates)
                 if time.monotonic() > end:
                     yield Row("kernels", name, "not all tried: out of time. Check again: what was compiled is kept")
                     break
@@ -137,7 +130,7 @@ def kernels(shapes: Shapes, timed: Callable[[Case], float], fp8: bool, groups: S
             yield Row("kernels", name, "not all tried: too large for this GPU's memory")
 
 
-def _compared(case: Case, timed: Callable[[Case], float]) -> Row:
+def _compared(case: Case, timed: Callable[[Case], float], rates: Mapping[str, float]) -> Row:
     what, how = f"{case.op} {case.label}", "do not train on this GPU; send this report to the project"
     try:
         off, same, took = error(case), repeats(case, TIMES), timed(case)
@@ -145,14 +138,14 @@ def _compared(case: Case, timed: Callable[[Case], float]) -> Row:
         raise
     except Exception as failed:  # of Triton's compiler, of its launcher, of CUDA
         why = f"{type(failed).__name__}: {' '.join(str(failed).split())[:200]}"
-        return Row("kernels", what, f"FAILED: {why}", how, {"failed": why})
+        return Row("kernels", what, f"FAILED: {why}", how)
     if not off <= case.bound:
-        return Row("kernels", what, f"WRONG: differs by {off:.1e} from its reference", how, {"error": off})
+        return Row("kernels", what, f"WRONG: differs by {off:.1e} from its reference", how)
     if not same:
-        return Row("kernels", what, f"WRONG: {TIMES} calls give different bits", how, {"repeats": False})
-    rate = case.work / took
-    result = f"{rate / 1e12:.0f} TFLOP/s" if case.flops else f"{rate / 1e9:,.0f} GB/s"
-    return Row("kernels", what, f"error {off:.0e}, {result}", numbers={"error": off, "rate": rate})
+        return Row("kernels", what, f"WRONG: {TIMES} calls give different bits", how)
+    bound = case.work / (rates["matmul"] * (2 if "fp8" in what else 1) if case.flops else rates["copy"])
+    result = f"{took * 1e3:.3g} ms, {percent(bound / took)} of the bound, error {off:.0e}"
+    return Row("kernels", what, result, numbers={"seconds": took})
 
 
 def call_seconds(case: Case) -> float:

@@ -27,7 +27,7 @@ def software() -> Iterator[Row]:
     yield versions()
     why = why_slow()
     how = "repair that: AdamW on the CPU is several times slower without it" if why else ""
-    yield Row("software", "C++ compiler", why or "compiles AdamW for this CPU", how, {"compiles": not why})
+    yield Row("software", "C++ compiler", why or "compiles AdamW for this CPU", how)
 
 
 def host(rates: Mapping[str, float]) -> Iterator[Row]:
@@ -35,18 +35,18 @@ def host(rates: Mapping[str, float]) -> Iterator[Row]:
     here, may = os.cpu_count() or 1, cores()
     quota = f"; {update_threads()} update" if may < here else ""
     few = "raise the container's CPU limit or the affinity, if updates limit steps" if may < here / 2 else ""
-    yield Row("host", "cores", f"{may:g} of {here} may be used{quota}", few, {"cores": may, "all": here})
+    yield Row("host", "cores", f"{may:g} of {here} may be used{quota}", few)
     free, total = available_ram(), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     low = "" if free >= LITTLE_RAM else "free some: what RAM has no room for goes to the SSD"
-    yield Row("host", "RAM that is free", f"{gib(free, 1)} of {gib(total, 1)}", low, {"bytes": free})
+    yield Row("host", "RAM that is free", f"{gib(free, 1)} of {gib(total, 1)}", low)
     if is_wsl():
         yield Row("host", "WSL2", "memory of the virtual machine", "raise memory= in .wslconfig, if RAM is short")
     dram, adam = rates["dram"], rates["adam"]
     slow = "one memory channel in use, or busy programs? Fill all channels" if dram < 20 * GB and may >= MANY else ""
-    yield Row("host", "RAM bandwidth", f"{dram / GB:.0f} GB/s", slow, {"bytes_per_s": dram})
+    yield Row("host", "RAM bandwidth", f"{dram / GB:.0f} GB/s", slow)
     low = "close other programs, or look at the CPU's power mode" if adam < 0.4 * CORE_ADAM * update_threads() else ""
     low = low if adam < dram / 100 else ""  # else RAM limits it
-    yield Row("host", "AdamW on the CPU", f"{adam / 1e9:.2f} G parameters/s", low, {"parameters_per_s": adam})
+    yield Row("host", "AdamW on the CPU", f"{adam / 1e9:.2f} G parameters/s", low)
 
 
 def torch_device() -> torch.device | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import platform
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
@@ -18,7 +18,7 @@ class Row:
     what: str
     result: str
     change: str = ""  # what to do; "": nothing
-    numbers: dict[str, float | int | str | bool] = field(default_factory=dict)  # for the report
+    numbers: dict[str, float | str | bool] = field(default_factory=dict)  # that others compute with
 
     def line(self) -> str:
         mark, what = "!" if self.change else " ", f"{self.what} "
@@ -31,6 +31,19 @@ def changes(rows: Iterable[Row]) -> list[str]:
     return list(dict.fromkeys(advice)) or ["nothing"]
 
 
+def for_issue(rows: Sequence[Row]) -> list[str]:
+    """A block to paste into an issue, of a GPU that was never measured: versions, GPU, of each kernel the call that
+    takes longest, steps, and what to change. Of other GPUs nothing.
+    """
+    if all(row.numbers.get("measured", True) for row in rows):
+        return []
+    by_time = sorted(rows, key=lambda row: float(row.numbers.get("seconds", 0)))
+    longest = {row.what.split()[0]: row for row in by_time if row.part == "kernels"}
+    block = [row for row in rows if row.part != "kernels" or row.change or row in longest.values()]
+    asks = "this GPU was never measured: please paste what follows into an issue of the project (docs/machines.md)"
+    return [f"{'issue':{2 + WIDTHS[0]}}{asks}", "```", *(row.line() for row in block), "```"]
+
+
 def versions() -> Row:
     """Of this program, Python, the system's kernel, and packages that are used. Imports none of them."""
     known = {"trireme": "from a clone, not installed", "python": platform.python_version()}
@@ -39,4 +52,4 @@ def versions() -> Row:
         with suppress(PackageNotFoundError):
             known[name] = version(name)
     result = ", ".join(f"{name} {text}" for name, text in known.items())
-    return Row("software", "versions", result, numbers=dict(known))
+    return Row("software", "versions", result)

@@ -418,7 +418,6 @@ class Check(Base):
     """Reports what this machine has, how fast it is, and what to change."""
 
     store: Texts = _data("folders whose drives are measured [this one]", DIRS, ())
-    report: str = _output("where the report is written", FILE, "trireme-check.json")
     tune: bool = _output("instead, try launch settings of each kernel; runs use the faster ones", SWITCH, False)
 
 

@@ -1,6 +1,5 @@
 """`trireme check`: what it looks at, what it says to change, what it leaves behind."""
 
-import json
 import os
 import time
 import weakref
@@ -11,11 +10,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from trireme.engine.amounts import percent
 from trireme.engine.check import check, gpu, host
 from trireme.engine.check import steps as module
 from trireme.engine.check.cases import GROUPS, Shapes, error
 from trireme.engine.check.drives import drives
-from trireme.engine.check.row import Row, changes
+from trireme.engine.check.row import Row, changes, for_issue
 from trireme.engine.check.steps import compared, steps
 from trireme.engine.plan import Limits
 from trireme.engine.planner.gpus import find_gpu
@@ -43,25 +43,25 @@ def quick(monkeypatch, tmp_path):
     return tmp_path
 
 
-def by_part(rows: list[Row]) -> dict[str, list[Row]]:
-    return {part: [row for row in rows if row.part == part] for part in {row.part for row in rows}}
+def by_part(lines: list[str]) -> dict[str, list[str]]:
+    parts = [line[2:].split()[0] if line[0] in " !" else line.split()[0] for line in lines]
+    return {part: [line for line, of in zip(lines, parts, strict=True) if of == part] for part in parts}
 
 
 def test_without_a_gpu_it_says_so_and_checks_the_rest(quick, capsys, monkeypatch):
     monkeypatch.setattr(check, "steps", lambda *_: iter([compared("in RAM", 1.0, 0.5, cuda=False)]))
     (quick / "nvme").mkdir()
     assert main(["check", "--store", "nvme,."]) == 0
-    said = capsys.readouterr().out
-    report = json.loads((quick / "trireme-check.json").read_text())
-    rows = by_part([Row(**row) for row in report["rows"]])
-    assert rows.keys() == {"software", "host", "gpu", "drive", "step"}
-    why = "sees no GPU" if torch.version.cuda else "is built without CUDA"
-    assert [row.result for row in rows["gpu"]] == [f"torch {torch.__version__} {why}: kernels are not checked"]
+    lines = capsys.readouterr().out.splitlines()
+    rows = by_part(lines)
+    assert rows.keys() == {"software", "host", "gpu", "drive", "step", "change"}
+    (missing,) = rows["gpu"]
+    assert missing.startswith("!")
+    assert all(word in missing for word in ("kernels", "GPU memory", "PCIe"))
     assert len(rows["drive"]) == 8
-    assert rows["drive"][3].result == "read 3.00, write 2.00 GB/s, together 80 % of that"
-    assert [row.result for row in rows["step"]] == ["1.000 s, estimated 0.500 s (+100 %)"]
-    assert all(line in said for line in ("! gpu", "change      ", "report      trireme-check.json"))
-    assert sorted(os.listdir(quick)) == ["nvme", "trireme-check.json"], "nothing else is written"
+    assert "read 3.00, write 2.00 GB/s" in rows["drive"][3]
+    assert "1.000 s, estimated 0.500 s" in rows["step"][0]
+    assert sorted(os.listdir(quick)) == ["nvme"], "nothing is written"
     assert os.listdir(quick / "nvme") == []
 
 
@@ -71,7 +71,6 @@ def test_without_a_gpu_it_says_so_and_checks_the_rest(quick, capsys, monkeypatch
         (["--store", "nowhere"], "--store nowhere: "),
         (["--store", "file"], "--store file: "),
         (["--store", "/proc"], "--store /proc "),
-        (["--report", "no/where.json"], "--report no/where.json: "),
         (["--fast"], "fast"),
         (["--store"], "--store"),
     ],
@@ -85,7 +84,7 @@ def test_wrong_input_is_one_line(quick, capsys, argv, says):
     assert os.listdir(quick) == ["file"]
 
 
-def test_a_check_that_fails_leaves_no_report(quick, monkeypatch, capsys):
+def test_a_drive_that_fails_is_named(quick, monkeypatch, capsys):
     def gone(*_, **__):
         raise OSError(5, "Input/output error", "nvme")
 
@@ -146,7 +145,7 @@ def test_what_the_host_lacks_is_said(monkeypatch):
     ],
 )  # fmt: skip
 def test_a_slow_link_is_said(busy, says, change):
-    row = gpu.link({"generation now": 1}, busy)
+    row = gpu.link(busy)
     assert says in row.result
     assert change in row.change
     assert bool(row.change) == bool(change)
@@ -181,7 +180,7 @@ def test_a_wrong_kernel_is_named(monkeypatch):
     wrong = lambda *args: right(*args) * 1.1
     wrong.__wrapped__ = right.__wrapped__
     monkeypatch.setattr(ops, "conv_fwd", wrong)
-    rows = list(gpu.kernels(SMALL, lambda case: 1e-3, fp8=False))
+    rows = list(gpu.kernels(SMALL, lambda case: 1e-3, RATES, fp8=False))
     (bad,) = [row for row in rows if row.change]
     assert bad.what.startswith("conv_fwd ")
     assert "WRONG: differs by 1.0e-01 from its reference" in bad.result
@@ -189,11 +188,12 @@ def test_a_wrong_kernel_is_named(monkeypatch):
     calls = count()
     monkeypatch.setattr(ops, "conv_fwd", lambda *args: right(*args) + (next(calls) == 3))
     ops.conv_fwd.__wrapped__ = right.__wrapped__
-    (bad,) = [row for row in gpu.kernels(SMALL, lambda case: 1e-3, fp8=False) if row.change]
+    (bad,) = [row for row in gpu.kernels(SMALL, lambda case: 1e-3, RATES, fp8=False) if row.change]
     assert bad.result == "WRONG: 5 calls give different bits"
-    assert any("GB/s" in row.result for row in rows)
+    took = [row.result for row in rows if row.what.startswith("act_fwd 64x48 silu")]
+    assert took == [f"1 ms, {percent(3 * 2 * 64 * 48 / RATES['copy'] / 1e-3)} of the bound, error 0e+00"]
     monkeypatch.setattr(gpu, "KERNELS_S", -1.0)
-    late = list(gpu.kernels(SMALL, lambda case: 1e-3, fp8=True))
+    late = list(gpu.kernels(SMALL, lambda case: 1e-3, RATES, fp8=True))
     assert sum("out of time" in row.result for row in late) == len(gpu.ORDER) == len(GROUPS)
 
 
@@ -203,7 +203,7 @@ def test_a_kernel_that_cannot_run_is_named(monkeypatch):
 
     fails.__wrapped__ = ops.rope_.__wrapped__
     monkeypatch.setattr(ops, "rope_", fails)
-    rows = list(gpu.kernels(SMALL, lambda case: 1e-3, fp8=True))
+    rows = list(gpu.kernels(SMALL, lambda case: 1e-3, RATES, fp8=True))
     (bad,) = [row for row in rows if row.change]
     assert bad.result == "FAILED: RuntimeError: out of resource: shared memory, required: 131072, limit: 101376"
     assert rows.index(bad) < len(rows) - 1, "the others are compared"
@@ -234,6 +234,26 @@ def test_steps_are_run_next_to_their_estimates(tmp_path, monkeypatch):
     assert [row.result for row in steps(cpu, room, rates, tmp_path, 0.0)] == ["not tried: out of time"] * 2
 
 
+def test_an_unmeasured_gpu_ends_with_a_block_for_an_issue():
+    def checked(measured: bool) -> list[str]:
+        kernels = [
+            Row("kernels", "dropout 64", "0.1 ms", numbers={"seconds": 1e-4}),
+            Row("kernels", "dropout 640", "1 ms", numbers={"seconds": 1e-3}),
+            Row("kernels", "rope_ 64", "FAILED", "do not train"),
+        ]
+        rows = [Row("gpu", "GPU", "a card", numbers={"measured": measured}), *kernels, compared("a step", 1, 1, True)]
+        return for_issue([Row("software", "versions", "torch"), *rows])
+
+    assert checked(True) == []
+    ask, start, *block, end = checked(False)
+    assert "issue" in ask
+    assert start == end == "```"
+    assert [line[2:].split()[:2] for line in block] == [
+        ["software", "versions"], ["gpu", "GPU"], ["kernels", "dropout"], ["kernels", "rope_"], ["step", "a"],
+    ]  # fmt: skip
+    assert "dropout 640" in block[2]
+
+
 def test_an_estimate_that_is_far_off_is_told_on_a_gpu():
     for cuda, told in ((True, [True, False]), (False, [False, False])):
         assert [bool(compared("step", seconds, 1.0, cuda).change) for seconds in (1.3, 1.1)] == told
@@ -243,7 +263,8 @@ def test_an_estimate_that_is_far_off_is_told_on_a_gpu():
 @pytest.mark.parametrize("group", gpu.ORDER)
 def test_kernels_are_right_on_this_gpu_while_they_are_timed(group):
     fp8 = torch.cuda.get_device_capability() >= (8, 9)
-    rows = list(gpu.kernels(gpu.CHECKED, gpu.call_seconds, fp8, [group]))
+    rates = {"matmul": compute.matmul_rate(torch.device("cuda"), torch.bfloat16), "copy": 1e12}
+    rows = list(gpu.kernels(gpu.CHECKED, gpu.call_seconds, rates, fp8, [group]))
     assert rows
     assert [row.result for row in rows if row.change] == []
 
@@ -252,6 +273,6 @@ def test_kernels_are_right_on_this_gpu_while_they_are_timed(group):
 def test_this_gpu_is_described():
     device = torch.device("cuda")
     rates = {"matmul": compute.matmul_rate(device, torch.bfloat16)} | processor.processor_rates(device, "BF16", 1 << 33)
-    rows = [*gpu.gpu(device, rates), gpu.pinned(device)]
+    rows = list(gpu.gpu(device, rates))
     assert [row.what for row in rows][:2] == ["GPU", "Triton's compiler"]
     assert all(row.line() for row in rows)

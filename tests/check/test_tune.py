@@ -1,6 +1,6 @@
 """`trireme check --tune`: which settings are taken, where they are kept, and which runs use them."""
 
-import json
+import os
 
 import pytest
 import torch
@@ -104,11 +104,8 @@ def test_without_a_gpu_nothing_is_tuned(monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(drive, "drive_rates", lambda *_, **__: pytest.fail("drives are no part of it"))
     assert main(["check", "--tune"]) == 0
-    assert "kernels are not checked" in capsys.readouterr().out
-    assert {row["part"] for row in json.loads((tmp_path / "trireme-check.json").read_text())["rows"]} == {
-        "software",
-        "gpu",
-    }
+    assert "kernels" in capsys.readouterr().out
+    assert os.listdir(tmp_path) == []
 
 
 @pytest.mark.gpu

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from trireme.engine.check import check as checks
 from trireme.engine.run import screen
 from trireme.engine.run.options import Check
@@ -11,4 +9,4 @@ from trireme.engine.run.options import Check
 
 def run(o: Check) -> None:
     """Raises InputError, StoreError, OSError."""
-    checks.check(checks.folders_of(list(o.store) or ["."]), Path(o.report), screen.say, o.tune)
+    checks.check(checks.folders_of(list(o.store) or ["."]), screen.say, o.tune)
