@@ -95,11 +95,8 @@ def main(argv: Sequence[str]) -> int:
 
 def signals_of(argv: Sequence[str]) -> AbstractContextManager[None]:
     """A context in which signals stop the command as Ctrl-C stops Python. In `sample`, Ctrl-C ends an answer."""
-
-    def interrupt(_: int) -> None:
-        raise KeyboardInterrupt
-
     if list(argv[:1]) != ["sample"]:
+        interrupt = lambda number: signal.default_int_handler(number, None)
         return stop_signals(interrupt, lambda: screen.urgent("exited immediately"))
     if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)

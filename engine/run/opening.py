@@ -191,7 +191,7 @@ def _notes(o: Options, raw: Mapping[str, Any], cfg: ModelConfig, adapter: Adapte
     if raw.get("auto_map"):
         what = "custom code, which is never run"
         yield f"config.json names {what}: it is read as transformers' language model {cfg.model_type}"
-    if adapts_experts(cfg) and o.expert_adapters == "stacked":
+    if cfg.lora and adapts_experts(cfg) and o.expert_adapters == "stacked":
         yield "adapters of experts are written for peft; vLLM, SGLang, llama.cpp read --expert-adapters separate"
     if adapter and Path(adapter.base).name != hub.title(o.model):
         yield f"--adapter was made for {adapter.base or 'a model without a name'}, not for {o.model}"

@@ -69,7 +69,7 @@ def _model(job: Job) -> Iterator[str]:
     dtypes = {t.dtype.lower(): 0 for name in job.opened.stored.values() if (t := source.tensors.get(name))}
     dtypes |= {packing.word: 0} if packing else {}
     head = f", score head of {cfg.scores}" if cfg.scores else ", tied head" if cfg.tied else ""
-    where = count(len(source.files), "file") if source.files else "by config.json alone"
+    where = count(len(source.files), "file") if source.files else "without its weights"
     size = f"{compact(shapes.parameters(cfg))} parameters, {'/'.join(dtypes)}, {where}, {gib(source.nbytes)}"
     yield f"{cfg.model_type}, {size}; {cfg.n_layers} layers{head}"
     if experts:
@@ -193,8 +193,8 @@ def figures(job: Job) -> dict[str, Any]:
     """The figures of the report, for `plan` in Python."""
     f, step_s, rows = job.forecast, job.forecast.step.step_s, job.forecast.memory(all_gpus=not job.on_gpu).values()
     gpu, ram, ssd = (sum(row[tier] for row in rows) for tier in ("gpu", "ram", "ssd"))
-    sizes = dict(zip(("gpu_bytes", "ram_bytes"), (gpu, ram) if job.on_gpu else (0, gpu + ram), strict=True))
     known = {"steps": job.total_steps, "tokens_per_step": f.work.tokens, "ssd_bytes": ssd, "disk_bytes": f.disk()}
+    known |= {"gpu_bytes": gpu * job.on_gpu, "ram_bytes": ram + gpu * (not job.on_gpu)}
     timed = {
         "step_s": step_s,
         "tokens_per_second": f.work.tokens / step_s,
@@ -202,7 +202,7 @@ def figures(job: Job) -> dict[str, Any]:
         "limited_by": f.step.bound,
         "written_bytes": sum(written(f, job.total_steps, events(job, 0, job.total_steps * step_s)).values()),
     }
-    return known | sizes | (timed if job.on_gpu else dict.fromkeys(timed))
+    return known | (timed if job.on_gpu else dict.fromkeys(timed))
 
 
 def prepared(o: Options, begun: Snapshot | None) -> tuple[Job, list[str]]:

@@ -92,7 +92,7 @@ class Training:
         self.store, self.fixed = folder.store, job.fixed(begun)
         self.queues = RealQueues(job.device, gpus=job.plan.gpus, hosts=job.plan.hosts)
         self.queues.failed = here().failed  # where this thread waits for a host that waits for a queue
-        self._stamps = stamps(job.source)
+        self._stamps = stamps(job.source) if job.cfg.frozen else {}
         self.exported = 0  # bytes of checkpoints, by this process
         self._evaluator: Evaluator | None = None
 
