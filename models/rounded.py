@@ -15,6 +15,7 @@ from math import prod
 import torch
 from torch import Tensor
 
+from trireme.kernels.packed.reference import Adapters
 from trireme.models.encoding import SMALLEST, e4m3_scales, encoded, needs_extent, nvfp4_factor
 from trireme.models.families.packing import MX, Packing
 from trireme.models.packed import DTYPE, decode, in_file_order
@@ -39,30 +40,36 @@ def decode_sum(
     parts = [part.view(count, *own) for part, own in zip(parts, packing.shapes(shape), strict=True)]
     into, per_expert = into.view(count, *shape), count // len(a)
     extent = into.new_zeros(count, dtype=torch.float32)
+    by_row, by_column = by_row.contiguous(), by_column.contiguous()
 
-    def total(at: Strip) -> Tensor:
-        """The matrices of an expert, or rows of one, in fp32."""
-        (matrices, rows), x = at, torch.empty(into[at].shape, dtype=torch.float32, device=into.device)
+    def read(at: Strip) -> tuple[Tensor, Adapters]:
+        """(the matrices of an expert, or rows of one, in fp32; their adapters)."""
+        matrices, rows = at
+        x = torch.empty(into[at].shape, dtype=torch.float32, device=into.device)
         decode(packing, _pieces(packing, parts, shape, at), x)
         e, m = divmod(matrices.start, per_expert)
-        first = m * shape[0] + rows.start
-        left = by_row[e, :, first : first + x.numel() // columns].T.float()
-        x.view(-1, columns).addmm_(left, by_column[e].float(), alpha=scale)
-        return x
+        return x, Adapters(by_row[e:, :, m * shape[0] + rows.start :], by_column[e:], scale, per_expert, shape[0])
 
+    if packing.exact and into.device.type != "cpu":  # `into` holds the decoded numbers: all are rounded in place
+        decode(packing, parts, into)
+        launched(packing, into, Adapters(by_row, by_column, scale, per_expert, shape[0]), extent, into)
+        return result
     strips = list(_strips(packing, len(a), per_expert, shape))
     for at in strips if needs_extent(packing) else ():
-        torch.maximum(extent[at[0]], total(at).abs().amax((1, 2)), out=extent[at[0]])
+        x, adapters = read(at)
+        adapters.add_to(x)
+        torch.maximum(extent[at[0]], x.abs().amax((1, 2)), out=extent[at[0]])
     for at in strips:
-        x = total(at)
-        if into.device.type == "cpu" or not launched(packing, x, extent[at[0]], into[at]):
+        x, adapters = read(at)
+        if into.device.type == "cpu" or not launched(packing, x, adapters, extent[at[0]], into[at]):
+            adapters.add_to(x)
             made = zip(encoded(packing, x, extent[at[0]]), packing.shapes(x.shape), strict=True)
             decode(packing, [part.contiguous().view(own) for part, own in made], into[at])
     return result
 
 
-def launched(packing: Packing, x: Tensor, extent: Tensor, out: Tensor) -> bool:
-    """Rounds x in one launch; False if there is none for the packing and shape."""
+def launched(packing: Packing, x: Tensor, adapters: Adapters | None, extent: Tensor, out: Tensor) -> bool:
+    """Rounds x plus adapters by a launch for its packing and shape; False, and x as it was, if there is none."""
     from trireme.kernels.packed import rounding  # Triton, which nothing on a CPU needs
 
     rows, columns = x.shape[1:]
@@ -71,22 +78,24 @@ def launched(packing: Packing, x: Tensor, extent: Tensor, out: Tensor) -> bool:
         block = min(packing.block[0], rows), group
         if rows % block[0] or columns % block[1]:
             return False
+        if adapters:
+            adapters.add_to(x)
         blocks = x.unflatten(2, (-1, block[1])).unflatten(1, (-1, block[0]))
         most = torch.maximum(blocks.amax((2, 4)), -blocks.amin((2, 4)))
         by, inverse, scales = e4m3_scales(packing, most, extent.view(-1, 1, 1))
         wide = torch.exp2(scales.float() - 127) if scales.dtype == torch.uint8 else scales.float()
         rounding.e4m3_round(x, by, wide, out, block, inverse)
         return True
-    if group & (group - 1) or group > rounding.BLOCK:
+    if group & (group - 1) or group > rounding.LARGEST_GROUP or columns % group:
         return False
     if packing.code == "nf4":
-        rounding.nf4_round(x, out)
+        rounding.nf4_round(x, adapters, out)
     elif packing.code == "int4":
         like = x.new_empty(0, dtype=DTYPE[kind])
-        rounding.int4_round(x, like, out, group, len(packing.parts) == 3, SMALLEST[kind])
+        rounding.int4_round(x, adapters, like, out, group, len(packing.parts) == 3, SMALLEST[kind])
     else:
         of_all = nvfp4_factor(extent) if len(packing.parts) == 3 else None
-        rounding.fp4_round(x, of_all, out, group, packing.divides)
+        rounding.fp4_round(x, adapters, of_all, out, group, packing.divides)
     return True
 
 

@@ -2,12 +2,30 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 MAGNITUDES = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 STRIP = 1024  # rows decoded at a time
 NUMBERS = torch.tensor([*MAGNITUDES, *(-m for m in MAGNITUDES)])  # by 4 bits
+
+
+class Adapters(NamedTuple):
+    """What is added to matrices before they are rounded: scale * left^T right for each expert."""
+
+    left: Tensor  # (E, r, n * height), from a first row on; bf16 or fp32
+    right: Tensor  # (E, r, C), of the dtype of `left`
+    scale: float
+    matrices: int  # n, of an expert
+    height: int  # rows of each, of which there may be fewer here
+
+    def add_to(self, x: Tensor) -> None:
+        """Adds to x (1 or n, R, C) fp32, all of an expert or rows of one of its matrices."""
+        rows = x.shape[0] * x.shape[1]
+        left, right = self.left[0, :, :rows].T.float(), self.right[0].float()
+        x.view(rows, -1).addmm_(left, right, alpha=self.scale)
 
 
 def _powers(exponents: Tensor) -> Tensor:

@@ -1,4 +1,5 @@
-"""fp32 matrices rounded to a packing and decoded again, in one launch: bitwise what encoding and decoding give.
+"""Matrices, plus their adapters, rounded to a packing and decoded again, in one launch: bitwise what encoding and
+decoding give.
 
 Nothing packed is written. Formats, scales and legends: nf4.py, fp4.py, int4.py, e4m3.py, and models/encoding.py, whose
 formulas these are.
@@ -15,9 +16,10 @@ from trireme.kernels.compiler import tl, triton
 from trireme.kernels.launch import cdiv
 from trireme.kernels.launcher import await_previous, launcher
 from trireme.kernels.packed.e4m3 import tile, tiling
-from trireme.kernels.packed.reference import GROUP, NF4
+from trireme.kernels.packed.reference import GROUP, NF4, Adapters
 
-BLOCK = 2048  # numbers of a program; not measured
+ROWS, COLUMNS = 16, 128  # of a program over groups; not measured
+LARGEST_GROUP = 256
 INTEGER = tl.constexpr(12582912.0)  # added and subtracted it rounds fp32 below 2^22 to integers, ties to even
 
 
@@ -33,20 +35,52 @@ def _e4m3(b_x):
 
 
 @triton.jit
-def _groups(p_x, L: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr):
-    """(matrix, numbers of some groups (BLOCK / GROUP, GROUP), their offsets, mask)."""
-    n_blocks: tl.constexpr = (L + BLOCK - 1) // BLOCK
-    i_m, i_b = (tl.program_id(0) // n_blocks).to(tl.int64), tl.program_id(0) % n_blocks
-    o_g, o_k = tl.arange(0, BLOCK // GROUP), tl.arange(0, GROUP)
-    o = i_b * BLOCK + o_g[:, None] * GROUP + o_k[None, :]
-    return i_m, tl.load(p_x + i_m * L + o, o < L, 0.0), i_m * L + o, o < L
+def _product(
+    p_left, p_right, i_m, i_r, i_c, R: tl.constexpr, C: tl.constexpr, RANK: tl.constexpr, N: tl.constexpr,
+    HEIGHT: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """A tile of left^T right, fp32."""
+    o_r, o_c = i_r * ROWS + tl.arange(0, ROWS), i_c * COLUMNS + tl.arange(0, COLUMNS)
+    p_left += i_m // N * (RANK * N * HEIGHT) + i_m % N * HEIGHT
+    p_right += i_m // N * (RANK * C)
+    b_sum = tl.zeros((ROWS, COLUMNS), tl.float32)
+    for i_k in range(0, RANK, 16):
+        o_k = i_k + tl.arange(0, 16)
+        b_left = tl.load(p_left + o_k[None, :] * (N * HEIGHT) + o_r[:, None], (o_r < R)[:, None] & (o_k < RANK), 0.0)
+        b_right = tl.load(p_right + o_k[:, None] * C + o_c, (o_k < RANK)[:, None] & (o_c < C), 0.0)
+        b_sum = tl.dot(b_left, b_right, b_sum, input_precision="ieee")
+    return b_sum
+
+
+@triton.jit
+def _groups(
+    p_x, p_left, p_right, SCALE, R: tl.constexpr, C: tl.constexpr, RANK: tl.constexpr, N: tl.constexpr,
+    HEIGHT: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """(matrix, sums of a tile by groups (ROWS * COLUMNS / GROUP, GROUP) fp32, their offsets, mask)."""
+    n_columns: tl.constexpr = (C + COLUMNS - 1) // COLUMNS
+    n_rows: tl.constexpr = (R + ROWS - 1) // ROWS
+    n_groups: tl.constexpr = COLUMNS // GROUP  # of a row
+    i_m = (tl.program_id(0) // (n_columns * n_rows)).to(tl.int64)
+    i_r, i_c = tl.program_id(0) // n_columns % n_rows, tl.program_id(0) % n_columns
+    o_g, o_k = tl.arange(0, ROWS * n_groups)[:, None], tl.arange(0, GROUP)[None, :]
+    o_r, o_c = i_r * ROWS + o_g // n_groups, i_c * COLUMNS + o_g % n_groups * GROUP + o_k
+    o, mask = (i_m * R + o_r) * C + o_c, (o_r < R) & (o_c < C)
+    b_x = tl.load(p_x + o, mask, 0.0).to(tl.float32)
+    if p_left is not None:
+        b_sum = _product(p_left, p_right, i_m, i_r, i_c, R, C, RANK, N, HEIGHT, ROWS, COLUMNS)
+        b_x += SCALE * tl.reshape(b_sum, (ROWS * n_groups, GROUP))
+    return i_m, b_x, o, mask
 
 
 @launcher
 @triton.jit
-def _fp4_round(p_x, p_all, p_out, L: tl.constexpr, GROUP: tl.constexpr, DIVIDE: tl.constexpr, BLOCK: tl.constexpr):
+def _fp4_round(
+    p_x, p_left, p_right, SCALE, p_all, p_out, R: tl.constexpr, C: tl.constexpr, RANK: tl.constexpr, N: tl.constexpr,
+    HEIGHT: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DIVIDE: tl.constexpr,
+):  # fmt: skip
     await_previous()
-    i_m, b_x, o, mask = _groups(p_x, L, GROUP, BLOCK)
+    i_m, b_x, o, mask = _groups(p_x, p_left, p_right, SCALE, R, C, RANK, N, HEIGHT, GROUP, ROWS, COLUMNS)
     b_most = tl.max(tl.abs(b_x), 1)[:, None]
     if p_all is not None:
         b_all = tl.load(p_all + i_m)
@@ -67,19 +101,25 @@ def _fp4_round(p_x, p_all, p_out, L: tl.constexpr, GROUP: tl.constexpr, DIVIDE: 
     tl.store(p_out + o, (b_bits.to(tl.float32, bitcast=True) * b_scale).to(p_out.dtype.element_ty), mask)
 
 
-def fp4_round(x: Tensor, of_all: Tensor | None, out: Tensor, group: int, divide: bool = False) -> None:
-    """Rounds x (M, R, C) fp32 to E2M1 with a scale for each group of columns: powers of two, or with `of_all` (M,) fp32
-    E4M3, multiplied by it before they are rounded; a decoder divides by it, or multiplies by its reciprocal.
+def fp4_round(
+    x: Tensor, adapters: Adapters | None, of_all: Tensor | None, out: Tensor, group: int, divide: bool = False
+) -> None:
+    """Rounds x (M, R, C), which may be `out`, plus adapters to E2M1 with a scale for each group of columns: powers of
+    two, or with `of_all` (M,) fp32 E4M3, multiplied by it before they are rounded; a decoder divides by it, or
+    multiplies by its reciprocal.
     """
-    M, L = _check(x, out, group)
-    _fp4_round[(M * cdiv(L, BLOCK),)](x, of_all, out, L, group, divide, BLOCK, num_warps=4)
+    grid, sums, sizes = _arguments(x, adapters, out, group)
+    _fp4_round[grid](x, *sums, of_all, out, *sizes, divide, num_warps=4)
 
 
 @launcher
 @triton.jit
-def _nf4_round(p_x, p_table, p_out, L: tl.constexpr, GROUP: tl.constexpr, BLOCK: tl.constexpr):
+def _nf4_round(
+    p_x, p_left, p_right, SCALE, p_table, p_out, R: tl.constexpr, C: tl.constexpr, RANK: tl.constexpr, N: tl.constexpr,
+    HEIGHT: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     await_previous()
-    _, b_x, o, mask = _groups(p_x, L, GROUP, BLOCK)
+    _, b_x, o, mask = _groups(p_x, p_left, p_right, SCALE, R, C, RANK, N, HEIGHT, GROUP, ROWS, COLUMNS)
     b_most = tl.max(tl.abs(b_x), 1)[:, None]
     b_y = b_x * tl.where(b_most > 0, tl.minimum(tl.div_rn(1.0, b_most), 3.4028234663852886e38), 0.0)
     b_code = tl.zeros_like(b_y).to(tl.int32)
@@ -94,20 +134,21 @@ def _table(device: torch.device) -> Tensor:
     return torch.cat([NF4, (NF4[1:] + NF4[:-1]) / 2]).to(device)
 
 
-def nf4_round(x: Tensor, out: Tensor) -> None:
-    """Rounds x (M, R, C) fp32 to NF4."""
-    M, L = _check(x, out, GROUP)
-    _nf4_round[(M * cdiv(L, BLOCK),)](x, _table(x.device), out, L, GROUP, BLOCK, num_warps=4)
+def nf4_round(x: Tensor, adapters: Adapters | None, out: Tensor) -> None:
+    """Rounds x (M, R, C) fp32 plus adapters to NF4."""
+    grid, sums, sizes = _arguments(x, adapters, out, GROUP)
+    _nf4_round[grid](x, *sums, _table(x.device), out, *sizes, num_warps=4)
 
 
 @launcher
 @triton.jit
 def _int4_round(
-    p_x, p_like, p_out, L: tl.constexpr, GROUP: tl.constexpr, ZEROS: tl.constexpr, LEAST: tl.constexpr,
-    BLOCK: tl.constexpr,
+    p_x, p_left, p_right, SCALE, p_like, p_out, R: tl.constexpr, C: tl.constexpr, RANK: tl.constexpr, N: tl.constexpr,
+    HEIGHT: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, ZEROS: tl.constexpr,
+    LEAST: tl.constexpr,
 ):  # fmt: skip
     await_previous()
-    _, b_x, o, mask = _groups(p_x, L, GROUP, BLOCK)
+    _, b_x, o, mask = _groups(p_x, p_left, p_right, SCALE, R, C, RANK, N, HEIGHT, GROUP, ROWS, COLUMNS)
     b_low, b_high = tl.minimum(tl.min(b_x, 1), 0.0)[:, None], tl.maximum(tl.max(b_x, 1), 0.0)[:, None]
     b_wide = tl.div_rn(b_high - b_low, 15.0) if ZEROS else tl.div_rn(tl.maximum(-b_low, b_high), 7.5)
     b_scale = b_wide.to(p_like.dtype.element_ty).to(tl.float32)
@@ -121,12 +162,14 @@ def _int4_round(
     tl.store(p_out + o, ((b_code - b_zero) * b_scale).to(p_out.dtype.element_ty), mask)
 
 
-def int4_round(x: Tensor, like: Tensor, out: Tensor, group: int, zeros: bool, least: float) -> None:
-    """Rounds x (M, R, C) fp32 to integers of 4 bits with a scale for each group of columns in the dtype of `like`, and
-    zero points if `zeros`. least: the scale of a group of zeros.
+def int4_round(
+    x: Tensor, adapters: Adapters | None, like: Tensor, out: Tensor, group: int, zeros: bool, least: float
+) -> None:
+    """Rounds x (M, R, C) fp32 plus adapters to integers of 4 bits with a scale for each group of columns in the dtype
+    of `like`, and zero points if `zeros`. least: the scale of a group of zeros.
     """
-    M, L = _check(x, out, group)
-    _int4_round[(M * cdiv(L, BLOCK),)](x, like, out, L, group, zeros, least, BLOCK, num_warps=4)
+    grid, sums, sizes = _arguments(x, adapters, out, group)
+    _int4_round[grid](x, *sums, like, out, *sizes, zeros, least, num_warps=4)
 
 
 @launcher
@@ -156,12 +199,25 @@ def e4m3_round(
     _e4m3_round[grid](x, by, scales, out, *sizes, multiply, num_warps=4)
 
 
-def _check(x: Tensor, out: Tensor, group: int) -> tuple[int, int]:
-    """(matrices, numbers of each), of groups that lie one after another."""
+def _arguments(
+    x: Tensor, adapters: Adapters | None, out: Tensor, group: int
+) -> tuple[tuple[int, ...], tuple, tuple[int, ...]]:
+    """(grid, adapters and their scale, sizes and tile) of a launch over groups of columns."""
+    M, R, C = x.shape
     assert x.shape == out.shape
-    assert x.dtype == torch.float32
     assert x.is_contiguous()
     assert out.is_contiguous()
-    assert group <= BLOCK
+    assert C % group == 0
+    assert group <= LARGEST_GROUP
     assert group & (group - 1) == 0
-    return len(x), x[0].numel()
+    columns = max(COLUMNS, group)
+    grid = (M * cdiv(R, ROWS) * cdiv(C, columns),)
+    if adapters is None:
+        return grid, (None, None, 0.0), (R, C, 0, 1, R, group, ROWS, columns)
+    left, right, scale, matrices, height = adapters
+    rank = right.shape[1]
+    assert right.is_contiguous()
+    assert left.stride(2) == 1
+    assert left.dtype == right.dtype
+    sizes = (R, C, rank, matrices, height, group, ROWS, columns)
+    return grid, (left, right, float(scale)), sizes

@@ -40,6 +40,7 @@ from trireme.kernels.fp8.reference import new_maxima
 from trireme.kernels.loss.loss import linear_cross_entropy
 from trireme.kernels.loss.reference import Taught
 from trireme.kernels.packed import e4m3, fp4, int4, nf4, rounding
+from trireme.kernels.packed.reference import Adapters
 from trireme.kernels.reference import RMS, Act, NormKind
 from trireme.kernels.scan import convolution, scan
 from trireme.kernels.tiles import Chip
@@ -332,11 +333,13 @@ def small_packed_calls():
         for zeros in (None, word(R // 8, G)):
             int4.int4_decode(word(R, C // 8), scales(R, G), zeros, out, 128)
         x, like = torch.zeros(2, R, C), torch.zeros(0, dtype=kind)
-        rounding.nf4_round(x, out)
+        adapters = Adapters(torch.zeros(2, 16, R, dtype=dtype), torch.zeros(2, 16, C, dtype=dtype), 2.0, 1, R)
+        rounding.nf4_round(x, adapters, out)
         for group, scale, divide in ((32, None, False), (16, all_of, False), (16, all_of, True)):
-            rounding.fp4_round(x, scale, out, group, divide)
+            rounding.fp4_round(x, adapters, scale, out, group, divide)
+        rounding.fp4_round(out, adapters, None, out, 32)
         for zeros in (False, True):
-            rounding.int4_round(x, like, out, 64, zeros, 2.0**-10)
+            rounding.int4_round(x, adapters, like, out, 64, zeros, 2.0**-10)
         by = torch.zeros(2, -(-R // 128), -(-C // 128))
         rounding.e4m3_round(x, by, by, out, (128, 128), True)
         rounding.e4m3_round(x, by[:, :1, :1].contiguous(), by[:, :1, :1].contiguous(), out, (R, C))

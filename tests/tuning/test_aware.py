@@ -13,6 +13,7 @@ from trireme.engine.tuning.adapters import save_adapter
 from trireme.engine.tuning.chosen import adapted, aware
 from trireme.engine.tuning.merging import merge_adapter
 from trireme.engine.tuning.parts import open_checkpoint
+from trireme.kernels.packed.reference import Adapters
 from trireme.models import rounded
 from trireme.models.config import InputError, Lora, read_config
 from trireme.models.encoding import encoded
@@ -143,7 +144,7 @@ OTHERS = {
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", PACKINGS | OTHERS)
 def test_launches_round_to_the_same_bits(name, dtype, device):
-    """Zeros, subnormal and large numbers, ties, and groups with one of them."""
+    """Zeros, subnormal and large numbers, ties, and groups with one of them; with adapters whose sums are exact."""
     packing, dice = (PACKINGS | OTHERS)[name], torch.Generator().manual_seed(len(name))
     rows, columns = (256, 384) if name.startswith("fp8") else (48, 256)
     x = torch.randn(3, rows, columns, generator=dice)
@@ -156,13 +157,19 @@ def test_launches_round_to_the_same_bits(name, dtype, device):
         x[1, :, ::2] > -1, 0
     )
     x[1, :, 0], x[1, 7], x[2, 16:24, 32:64] = 6.0, -0.0, 0
-    shapes, extent = packing.shapes((rows, columns)), x.abs().amax((1, 2))
-    made = zip(encoded(packing, x, extent), shapes, strict=True)
-    parts = [part.contiguous().view(3, *shape) for part, shape in made]
-    expected = decode(packing, parts, torch.empty(x.shape, dtype=DTYPES[dtype]))
-    out = torch.empty(x.shape, dtype=DTYPES[dtype], device=device)
-    assert rounded.launched(packing, x.to(device), extent.to(device), out)
-    assert torch.equal(out.cpu().view(torch.uint8), expected.view(torch.uint8))
+    experts, each = (1, 3) if packing.code == "e4m3" else (3, 1)
+    ranks = torch.nn.functional.one_hot(torch.randint(17, (experts, each * rows), generator=dice), 17).mT
+    left = ranks * torch.randint(-3, 4, (experts, 17, each * rows), generator=dice).float()
+    right = torch.randint(-3, 4, (experts, 17, columns), generator=dice) / 4
+    adapters = Adapters(left.contiguous().to(device), right.to(device), 0.5, each, rows)
+    for total, added in ((x, None), (x + 0.5 * (left.mT @ right).view(x.shape), adapters)):
+        extent = total.abs().amax((1, 2))
+        made = zip(encoded(packing, total, extent), packing.shapes((rows, columns)), strict=True)
+        parts = [part.contiguous().view(3, *shape) for part, shape in made]
+        expected = decode(packing, parts, torch.empty(x.shape, dtype=DTYPES[dtype]))
+        out = torch.empty(x.shape, dtype=DTYPES[dtype], device=device)
+        assert rounded.launched(packing, x.to(device, copy=True), added, extent.to(device), out)
+        assert torch.equal(out.cpu().view(torch.uint8), expected.view(torch.uint8))
 
 
 def test_what_it_does_not_go_with_is_refused(made):

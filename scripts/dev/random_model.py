@@ -1,0 +1,63 @@
+"""python scripts/dev/random_model.py SHAPE FOLDER [LAYERS]: random weights of a published shape, in its released layout.
+
+For trying the command on files of real sizes: names, dtypes and packed parts as released, a shard for each layer, and a
+tokenizer of bytes. LAYERS: the first so many of the model.
+"""
+
+import json
+import sys
+from itertools import count
+from math import prod
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from trireme.engine.geometry import Geometry
+from trireme.engine.planner import sizes
+from trireme.engine.tuning.chosen import adapted, targets
+from trireme.models.config import Lora, parse_config
+
+DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32, "F8_E4M3": torch.float8_e4m3fn, "U8": torch.uint8}
+
+
+def values(name: str, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
+    """Numbers of about 0.02, codes without NaN, and scales for them."""
+    if dtype in ("U8", "F8_E4M3"):
+        least, most = (118, 122) if name.endswith("scales") else (0, 120 if dtype == "F8_E4M3" else 256)
+        some = torch.randint(least, most, (1 << 20,), dtype=torch.uint8)  # repeated: drawing all takes minutes
+        return some.repeat(-(-prod(shape) // len(some)))[: prod(shape)].view(shape).view(DTYPES[dtype])
+    if name.endswith("scale_inv"):
+        return torch.full(shape, 2e-4)
+    return (torch.randn(shape) * 0.02 + ("norm" in name)).to(DTYPES[dtype])
+
+
+def tokenizer() -> Tokenizer:
+    """One token for each byte, and an end of text."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    made = Tokenizer(models.BPE({token: i for i, token in enumerate([*alphabet, "<eos>"])}, []))
+    made.pre_tokenizer, made.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    made.add_special_tokens(["<eos>"])
+    return made
+
+
+def main(shape: str, folder: Path, layers: int) -> None:
+    config = dict(sizes._tables()[0][shape])
+    config["num_hidden_layers"] = layers or config["num_hidden_layers"]
+    cfg = parse_config(config)
+    frozen = Geometry(adapted(cfg, Lora(1, 1.0, targets(cfg, ()))), "BF16")
+    folder.mkdir(parents=True)
+    shards, number = dict[str, str](), count(1)
+    for layout in frozen.stored_base:
+        file = f"model-{next(number):05d}.safetensors"
+        save_file({t.name: values(t.name, t.dtype, t.shape) for t in layout.tensors}, folder / file, {"format": "pt"})
+        shards |= {t.name: file for t in layout.tensors}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": shards}))
+    (folder / "config.json").write_text(json.dumps(config | {"eos_token_id": 256}, indent=1))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<eos>"}))
+    tokenizer().save(str(folder / "tokenizer.json"))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]), int((sys.argv[3:] or ["0"])[0]))
