@@ -8,6 +8,7 @@ Legend: M matrices of R x C numbers; S x T blocks of B x K numbers; G groups of 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import cache
 
 import numpy as np
@@ -36,8 +37,7 @@ def encode(packing: Packing, values: np.ndarray, extent: float = 0.0) -> tuple[n
     if `needs_extent`. gpt-oss's experts are (M, in, out), whole ones. bf16 is given as uint16, E4M3 as uint8.
     """
     x = torch.from_numpy(values)
-    parts = encoded(packing, x.view(-1, *x.shape[-2:]), torch.tensor([extent]))
-    return tuple(_array(part.contiguous().view(-1)) for part in parts)
+    return arrays(encoded(packing, x.view(-1, *x.shape[-2:]), torch.tensor([extent])))
 
 
 def encoded(packing: Packing, x: Tensor, extent: Tensor) -> tuple[Tensor, ...]:
@@ -48,6 +48,11 @@ def encoded(packing: Packing, x: Tensor, extent: Tensor) -> tuple[Tensor, ...]:
 def divided(x: Tensor, by: float) -> Tensor:
     """x / by as on a CPU: on a GPU torch multiplies by the reciprocal of a number, which may be a bit off."""
     return x / x.new_full((), by)
+
+
+def arrays(parts: Iterable[Tensor]) -> tuple[np.ndarray, ...]:
+    """Parts, flat, as `encode` gives them."""
+    return tuple(_array(part.contiguous().view(-1).cpu()) for part in parts)
 
 
 def _array(t: Tensor) -> np.ndarray:

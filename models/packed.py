@@ -20,6 +20,7 @@ LARGEST_CODE = 448.0  # of E4M3
 # Largest exponent of a scale, so that it times the largest number is finite, by code; of the scale of E4M3 scales.
 LARGEST = {"e2m1": 125, "fp4": 125, "e4m3": 118, "nf4": 126, "int4": 123}
 LARGEST_FACTOR = 116
+Stored = tuple[np.ndarray, str, tuple[int, ...]]  # a part: bytes, dtype, shape
 
 
 def decode(packing: Packing, parts: Sequence[Tensor], out: Tensor) -> Tensor:
@@ -61,14 +62,18 @@ def whole(packing: Packing | None, name: str, views: Mapping[str, Tensor]) -> Te
     return in_file_order(views[name]) if decoded else views[name]
 
 
-def decoded(
-    packing: Packing, parts: Sequence[tuple[np.ndarray, str, tuple[int, ...]]], shape: tuple[int, ...], dtype: str
-) -> np.ndarray:
-    """A decoded matrix of this shape, flat, in dtype F32, or BF16 as uint16. `parts`: bytes, dtype, shape of each."""
-    out = torch.empty(shape, dtype=DTYPE[dtype])
-    tensors = [torch.from_numpy(raw).view(DTYPE.get(kind, torch.uint8)).view(own) for raw, kind, own in parts]
-    flat = decode(packing, tensors, out).flatten()
+def decoded(packing: Packing, parts: Sequence[Stored], shape: tuple[int, ...], dtype: str) -> np.ndarray:
+    """A decoded matrix of this shape, flat, in dtype F32, or BF16 as uint16."""
+    flat = decoded_on(torch.device("cpu"), packing, parts, shape, DTYPE[dtype]).flatten()
     return flat.view(torch.int16).numpy().view(np.uint16) if dtype == "BF16" else flat.numpy()
+
+
+def decoded_on(
+    device: torch.device, packing: Packing, parts: Sequence[Stored], shape: tuple[int, ...], dtype: torch.dtype
+) -> Tensor:
+    """A matrix of this shape, decoded on a device."""
+    tensors = [torch.from_numpy(raw).view(DTYPE.get(kind, torch.uint8)).view(own) for raw, kind, own in parts]
+    return decode(packing, [t.to(device) for t in tensors], torch.empty(shape, dtype=dtype, device=device))
 
 
 def damage(packing: Packing, part: Part, values: np.ndarray) -> str:

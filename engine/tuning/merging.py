@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from trireme.engine.exchange import LOADERS
@@ -31,6 +32,8 @@ from trireme.storage.checkpoint import Source, convert, dtype_of, export, is_fin
 from trireme.storage.files import Say, make_folder, remove_folders, sync_folder, to_stderr
 from trireme.storage.temporary import Temporary
 
+CPU = torch.device("cpu")
+ON_GPU = 1 << 24  # elements of a packed matrix that are encoded at a time: some 500 MiB
 Factors = list[tuple[Tensor, Tensor]]  # (left (rows, R), right (R, columns)) of each matrix
 
 
@@ -63,9 +66,10 @@ def merge_adapter(
     progress: Progress = silent,
     say: Say = to_stderr,
     same: bool = False,
+    device: torch.device = CPU,
 ) -> None:
     """Writes `source` plus the adapter to `out`: a packed one in bf16 if the adapter changes packed matrices, or with
-    `same` in its own format, each matrix rounded once more.
+    `same` in its own format, each matrix rounded once more, on `device`.
 
     Raises StoreError; InputError, also if a value is not finite.
     """
@@ -78,9 +82,9 @@ def merge_adapter(
         if same:
             if adapter.cfg != base:
                 raise InputError(f"--format same: {folder} changes the vocabulary or the head. Leave --format out.")
-            wide = source if source.packing.exact else replace(source, wide=changed)
-            total = Sum(adapter, wide, base, names)
-            new = repacked(source, {stored: partial(total.rows, stored) for stored in sorted(changed)})
+            total = Sum(adapter, source, base, names)
+            rows = {stored: partial(total.rows, device, stored) for stored in sorted(changed)}
+            new = repacked(source, rows) if device == CPU else repacked(source, rows, ON_GPU)
             values = lambda name: total.values(name) if names.get(name) and not source.packs(name) else None
             fetch = lambda name: new.values(name) if name in new.places else values(name)
             export(new.raw, out, fetch, progress, unchanged)
@@ -121,14 +125,26 @@ class Sum:
         sums = merged(pieces, pairs, self.adapter.scales[module], first) if pairs else pieces
         return _finite((convert(piece, dtype_of(piece), dtype) for piece in sums), beyond)
 
-    def rows(self, stored: str, first: int, last: int) -> np.ndarray:
-        """Rows [first, last) of a matrix, or of those of all experts one after another, in fp32."""
+    def rows(self, device: torch.device, stored: str, first: int, last: int) -> Tensor:
+        """Rows [first, last) of a packed matrix, or of those of all experts one after another, in fp32 on a device."""
         name, columns = self.names[stored], self.source.tensors[stored].shape[-1]
         assert name
+        assert isinstance(self.source, Packed)
+        if name in self.adapter.whole:
+            whole = as_rows(self._read(stored, name, first * columns, last * columns), columns)
+            return torch.from_numpy(whole).to(device)
+        x = self.source.rows_on(device, stored, first, last)
         module, pairs = factors(self.cfg, self.adapter, self.tensor, name)
-        x = as_rows(self._read(stored, name, first * columns, last * columns), columns)
-        if pairs:
-            x = as_rows(merged([x.flatten()], pairs, self.adapter.scales[module], first * columns), columns)
+        at = first
+        while pairs and at < last:
+            matrix, row = divmod(at, len(pairs[0][0]))
+            left, right = pairs[matrix]
+            part = left[row : row + last - at]
+            x[at - first :][: len(part)] += (part.to(device) @ right.to(device)).mul_(self.adapter.scales[module])
+            at += len(part)
+        if not x.isfinite().all():
+            folder = self.adapter.source.folder
+            raise InputError(f"{stored}: values are not finite, in the checkpoint or with the adapter of {folder}.")
         return x
 
     def _read(self, stored: str, name: str, first: int = 0, last: int | None = None) -> Iterator[np.ndarray]:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -23,6 +23,10 @@ from trireme.storage.auxiliary import content_of
 from trireme.storage.checkpoint import CHUNK, NUMPY, Source, SourceTensor, unread
 from trireme.storage.headers import CheckpointError, read_header
 from trireme.storage.layout import ITEMSIZE
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 Made = Callable[[int, int], np.ndarray]  # elements [first, last) of a part
 STRIP = 1 << 22  # elements of a matrix decoded at a time
@@ -100,19 +104,39 @@ class Packed(Source):
 
     def _rows(self, name: str, first: int, last: int, dtype: str) -> np.ndarray:
         """Decodes experts [first, last), or rows of a matrix from the first of a block on. Raises CheckpointError."""
-        shape = last - first, *self.tensors[name].shape[1:]
-        packing = self.packing.of(name)
-        starts = packing.starts(shape, first)
-        from trireme.models.packed import damage, decoded  # torch, which nothing else here needs
+        from trireme.models.packed import decoded  # torch, which nothing else here needs
 
-        parts = list[tuple[np.ndarray, str, tuple[int, ...]]]()
-        for part, start, own in zip(packing.parts, starts, packing.shapes(shape), strict=True):
+        shape = last - first, *self.tensors[name].shape[1:]
+        return decoded(self.packing.of(name), list(self._stored(name, first, shape)), shape, dtype)
+
+    def rows_on(self, device: torch.device, name: str, first: int, last: int) -> Tensor:
+        """Rows [first, last) of a matrix from the first of a block on, or of experts one after another, decoded on a
+        device in fp32. Raises CheckpointError.
+        """
+        import torch
+
+        from trireme.models.packed import decoded_on
+
+        *lead, columns = self.tensors[name].shape[1:]
+        rows = lead[0] if lead else 1  # of what is read at a time
+        shape = -(-last // rows) - first // rows, *lead, columns
+        parts = list(self._stored(name, first // rows, shape))
+        x = decoded_on(device, self.packing.of(name), parts, shape, torch.float32)
+        return x.reshape(-1, columns)[first % rows :][: last - first]
+
+    def _stored(
+        self, name: str, first: int, shape: tuple[int, ...]
+    ) -> Iterator[tuple[np.ndarray, str, tuple[int, ...]]]:
+        """The parts of as many experts, or rows of a matrix, as `shape` has, from `first` on."""
+        from trireme.models.packed import damage
+
+        packing = self.packing.of(name)
+        for part, start, own in zip(packing.parts, packing.starts(shape, first), packing.shapes(shape), strict=True):
             row, named = prod(own[1:]), name + part.suffix
             values = self._of_part(named, start * row, (start + own[0]) * row)
             if why := damage(packing, part, values):
                 raise CheckpointError(f"{self.named(named)} {why}; the checkpoint is damaged. Download it again.")
-            parts.append((values.view(np.uint8), self.parts[named].dtype, own))
-        return decoded(packing, parts, shape, dtype)
+            yield values.view(np.uint8), self.parts[named].dtype, own
 
 
 # ---------------------------------------------------------------- which are packed

@@ -25,6 +25,15 @@ BASES = {"nf4": NF4, "fp8": FP8.with_dtypes(("F8_E4M3", "F32")), "mxfp4": MX}
 Rows = Callable[[int, int], np.ndarray]  # fp32 (b - a, columns) of rows [a, b), of all matrices one after another
 
 
+def height(packing: Packing, shape: tuple[int, ...], most: int) -> int:
+    """The number of rows of (..., rows, columns) encoded at a time, `most` elements if it can be: whole blocks; of
+    gpt-oss's experts all of one.
+    """
+    (rows, columns), tall = shape[-2:], packing.block[0]
+    step = rows if packing.code == "e2m1" or rows < tall != WHOLE else packing.step((rows, columns))
+    return min(rows, max(1, most // (columns * step)) * step)
+
+
 @dataclass(frozen=True)
 class Encoder:
     """A matrix, or several in one tensor, whose parts are computed from its rows."""
@@ -33,16 +42,9 @@ class Encoder:
     shape: tuple[int, ...]  # (rows, columns), or (matrices, rows, columns)
     rows: Rows
 
-    @property
-    def step(self) -> int:
-        """The number of rows encoded at a time: whole blocks; of gpt-oss's experts all of one."""
-        (rows, columns), tall = self.shape[-2:], self.packing.block[0]
-        step = rows if self.packing.code == "e2m1" or rows < tall != WHOLE else self.packing.step((rows, columns))
-        return min(rows, max(1, STRIP // (columns * step)) * step)
-
     def spans(self) -> list[tuple[int, int]]:
         """The rows [a, b) of each strip."""
-        rows, step = self.shape[-2], self.step
+        rows, step = self.shape[-2], height(self.packing, self.shape, STRIP)
         firsts = range(0, prod(self.shape[:-1]), rows)
         return [(m + a, m + min(a + step, rows)) for m in firsts for a in range(0, rows, step)]
 
@@ -54,7 +56,7 @@ class Encoder:
 
     def part(self, part: int, first: int, last: int) -> np.ndarray:
         """Elements [first, last) of the codes (part 0) or of the scales (1), flat, computed each time."""
-        (rows, columns), step, result = self.shape[-2:], self.step, list[np.ndarray]()
+        (rows, columns), step, result = self.shape[-2:], height(self.packing, self.shape, STRIP), list[np.ndarray]()
         of_matrix, size = (prod(self.packing.shapes((n, columns))[part]) for n in (rows, step))
         for m in range(first // of_matrix, -(-last // of_matrix)):
             begin, end = max(first - m * of_matrix, 0), min(last - m * of_matrix, of_matrix)

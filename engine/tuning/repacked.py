@@ -1,35 +1,41 @@
 """Packed matrices with new values, in the packing that they have: what `merge --format same` writes.
 
 All else of a checkpoint is copied byte for byte, with its config.json. Some rows of a matrix, or one expert, are in
-memory at a time.
+memory at a time, and are encoded where their new values are: on a GPU or the CPU.
 """
 
 from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import groupby
-from math import sqrt
+from math import prod, sqrt
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from trireme.engine.tuning.bitsandbytes import Nested
 from trireme.engine.tuning.packed_source import Packed
-from trireme.engine.tuning.quantized import Encoder, Rows
+from trireme.engine.tuning.quantized import STRIP, height
 from trireme.models import encoding
-from trireme.models.packed import decoded
+from trireme.models.config import Packing
+from trireme.models.packed import decode
 from trireme.storage.checkpoint import Source, open_source
 
 Squares = list[float]  # sums of squares: of what rounding changed, and of the values
+Rows = Callable[[int, int], Tensor]  # fp32 (b - a, columns) of rows [a, b), of all matrices one after another
 
 
 @dataclass
 class Matrix:
     """A packed matrix, or those of all experts, with new values."""
 
-    encoder: Encoder
+    packing: Packing
+    shape: tuple[int, ...]  # (rows, columns), or (matrices, rows, columns)
+    rows: Rows
+    most: int  # elements at a time
     squares: Squares
     nested: Nested | None  # how the scales of NF4 are packed themselves
     ready: dict[int, list[np.ndarray]] = field(default_factory=dict)  # parts that were made with the codes, by number
@@ -47,7 +53,7 @@ class Matrix:
         yield from self.ready.pop(index)
 
     def _codes(self) -> Iterator[np.ndarray]:
-        others = list[list[np.ndarray]]([] for _ in self.encoder.packing.parts[1:])
+        others = list[list[np.ndarray]]([] for _ in self.packing.parts[1:])
         for codes, *arrays in self._strips():
             for array, pieces in zip(arrays, others, strict=True):
                 pieces.append(array.view(np.uint8))
@@ -58,27 +64,30 @@ class Matrix:
 
     def _strips(self) -> Iterator[tuple[np.ndarray, ...]]:
         """The parts of some rows after another."""
-        packing, shape, rows = self.encoder.packing, self.encoder.shape[-2:], self.encoder.rows
-        for _, group in groupby(self.encoder.spans(), lambda span: span[0] // shape[0]):  # of each expert
-            spans, extent = list(group), 0.0
+        packing, (tall, columns) = self.packing, self.shape[-2:]
+        at_once = height(packing, self.shape, self.most)
+        for first in range(0, prod(self.shape[:-1]), tall):  # of each expert
+            spans = [(first + a, first + min(a + at_once, tall)) for a in range(0, tall, at_once)]
+            extent = torch.zeros(1)
             if encoding.needs_extent(packing):
-                extent = max(float(np.abs(rows(a, b)).max()) for a, b in spans)
+                extent = torch.stack([self.rows(a, b).abs().max() for a, b in spans]).max()[None]
             for a, b in spans:
-                values = rows(a, b)
-                arrays = encoding.encode(packing, values, extent)
-                self._compare(values, arrays)
+                values = self.rows(a, b)[None]
+                parts = encoding.encoded(packing, values, extent.to(values.device))
+                self._compare(values, parts)
                 # Of a part with one element for the whole matrix, that of the first strip counts.
-                passed = [a > spans[0][0] and not start for start in packing.starts(shape, a - spans[0][0])]
-                yield tuple(array[:0] if past else array for array, past in zip(arrays, passed, strict=True))
+                starts = packing.starts((tall, columns), a - first)
+                kept = [
+                    part[:0] if a > first and not start else part for part, start in zip(parts, starts, strict=True)
+                ]
+                yield encoding.arrays(kept)
 
-    def _compare(self, values: np.ndarray, arrays: tuple[np.ndarray, ...]) -> None:
-        packing = self.encoder.packing
-        shape = (1, *values.shape) if packing.code == "e2m1" else values.shape
-        described = zip(arrays, packing.parts, packing.shapes(shape), strict=True)
-        parts = [(array.view(np.uint8), part.dtypes[0], own) for array, part, own in described]
-        rounded = decoded(packing, parts, shape, "F32").reshape(values.shape)
-        self.squares[0] += float(np.square(rounded - values, dtype=np.float64).sum())
-        self.squares[1] += float(np.square(values, dtype=np.float64).sum())
+    def _compare(self, values: Tensor, parts: tuple[Tensor, ...]) -> None:
+        shapes = self.packing.shapes(values.shape)
+        stored = [part.contiguous().view(shape) for part, shape in zip(parts, shapes, strict=True)]
+        rounded = decode(self.packing, stored, torch.empty_like(values))
+        for i, x in enumerate((rounded - values, values)):
+            self.squares[i] += float(torch.linalg.vector_norm(x, dtype=torch.float64).square())
 
 
 @dataclass(frozen=True)
@@ -100,8 +109,8 @@ class Repacked:
         return ", ".join(f"{kind} {error:.2%}" for kind, error in each.items())
 
 
-def repacked(source: Packed, rows: Mapping[str, Rows]) -> Repacked:
-    """`source` with other rows of the packed matrices that are named, in its own format."""
+def repacked(source: Packed, rows: Mapping[str, Rows], most: int = STRIP) -> Repacked:
+    """`source` with other rows of the packed matrices that are named, in its own format; `most` elements at a time."""
     raw = replace(open_source(source.folder, lambda _: None), auxiliary=source.auxiliary)
     names = {(t.file, t.offset): name for name, t in raw.tensors.items()}
     places, squares = dict[str, tuple[Matrix, int]](), defaultdict[str, Squares](lambda: [0.0, 0.0])
@@ -110,7 +119,7 @@ def repacked(source: Packed, rows: Mapping[str, Rows]) -> Repacked:
         scales = source.made.get(stored + packing.parts[1].suffix)
         nested = scales if isinstance(scales, Nested) else None
         kind = re.sub(r"\.\d+", "", stored).removesuffix(".weight").removeprefix("model.layers.")
-        matrix = Matrix(Encoder(packing, source.tensors[stored].shape, new), squares[kind], nested)
+        matrix = Matrix(packing, source.tensors[stored].shape, new, most, squares[kind], nested)
         parts = [source.parts[stored + part.suffix] for part in packing.parts]
         for i, t in enumerate([parts[0], nested.codes, nested.scales] if nested else parts):
             places[names[t.file, t.offset]] = matrix, i

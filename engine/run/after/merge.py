@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from trireme.engine.planner.host import choose_device
 from trireme.engine.run import config_file, opening, screen
 from trireme.engine.run.after import hub
 from trireme.engine.run.after.eval import figures, prepared
@@ -49,7 +50,7 @@ def run(o: Merge) -> None:
         what = f"as the adapter changes matrices in {source.packing.word}, all become bf16; --format same keeps them so"
         screen.say(f"note: {source.folder}: {what}")
     with new_folder(out) as place, screen.working("merging the adapter", 2 * source.nbytes) as progress:
-        merge_adapter(folder, cfg, source, place, progress, screen.say, same)
+        merge_adapter(folder, cfg, source, place, progress, screen.say, same, choose_device(o.device))
     screen.say(f"output   {out}/: the model with its adapter, read back")
     if o.data:
         losses = {name: list(figures(f, *task))[0]["loss"] for name, f in _models(f, o.out, same)}
