@@ -85,7 +85,7 @@ class Matrix:
     def _compare(self, values: Tensor, parts: tuple[Tensor, ...]) -> None:
         shapes = self.packing.shapes(values.shape)
         stored = [part.contiguous().view(shape) for part, shape in zip(parts, shapes, strict=True)]
-        rounded = decode(self.packing, stored, torch.empty_like(values))
+        rounded = decode(self.packing, stored, torch.empty(values.shape, device=values.device))
         for i, x in enumerate((rounded - values, values)):
             self.squares[i] += float(torch.linalg.vector_norm(x, dtype=torch.float64).square())
 
