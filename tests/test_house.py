@@ -23,17 +23,17 @@ MOST_FILES = 17  # in a folder of the product
 # Most lines of Python and C++, blank lines and docstrings included. A commit that raises one says in its body why.
 # Behind some stands the number that they had to reach, and what has come since: they may not grow without a reason.
 BUDGETS = {
-    "kernels/**": 8290,  # 8000; rounding to packings 179, gates of new model types 24, heads in two parts 86
-    "models/**": 9039,  # 8450; rounding to packings about 215, new model types about 370
+    "kernels/**": 8361,  # 8000; rounding to packings 250, gates of new model types 24, heads in two parts 86
+    "models/**": 9058,  # 8450; rounding to packings about 235, new model types about 370
     "storage/**": 3250,
     "engine/*.* engine/queues/**": 5357,
     "engine/planner/**": 3850,
     "engine/hosts/**": 474,
     "engine/check/**": 1200,
     "engine/data/**": 4300,
-    "engine/tuning/**": 2317,  # 1900; merging in the own format, training for it, --base of what is packed: about 390
+    "engine/tuning/**": 2368,  # 1900; merging in the own format and on a GPU, training for it, packed ones to --base
     "engine/run/**": 5375,  # 5000; the page, --general, env, merge --data, --merge-aware: about 330; the rest is to go
-    "scripts/**": 2969,  # 2600; the harness for lm-eval 223, new_model.py 110
+    "scripts/**": 3008,  # 2600; the harness for lm-eval 223, new_model.py 110, random_model.py 68
     "tests/**": 25496,  # 25044; 174 of --merge-aware, 104 of test_compare.py, 105 of new model types, 119 of the page
 }
 MOST_LINES_OF_PROSE = 3200  # README, docs and the other pages

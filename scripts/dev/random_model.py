@@ -1,4 +1,4 @@
-"""python scripts/dev/random_model.py SHAPE FOLDER [LAYERS]: random weights of a published shape, in its released layout.
+"""python scripts/dev/random_model.py SHAPE FOLDER [LAYERS]: random weights of a published shape, laid out as released.
 
 For trying the command on files of real sizes: names, dtypes and packed parts as released, a shard for each layer, and a
 tokenizer of bytes. LAYERS: the first so many of the model.

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from kernel_checks import DEVICES
 from packed_files import FORMATS, in_fp4, write_packed
 from safetensors.torch import load_file, save_file
 
@@ -77,6 +78,21 @@ def test_what_an_adapter_changes_is_packed_as_before_and_nothing_else_changes(fo
         assert (ours - exact).norm() <= LESS_EXACT.get(form, 1.001) * (theirs - exact).norm()
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", ["fp8, experts", "nf4, double", "int4, zeros", "nvfp4", "mxfp4"])
+def test_a_gpu_merges_as_a_cpu(form, tmp_path):
+    """But for sums at the edge between two codes."""
+    merge(tmp_path, form)
+    cfg = read_config(tmp_path / "packed")
+    source = open_checkpoint(tmp_path / "packed", cfg.packing)
+    others = dict(say=lambda _: None, same=True, device=torch.device("cuda"))
+    merge_adapter(tmp_path / "adapter", cfg, source, tmp_path / "gpu", **others)
+    cpu, gpu = (bytes_of(load_file(tmp_path / name / "model.safetensors")) for name in ("same", "gpu"))
+    assert cpu.keys() == gpu.keys()
+    different = sum(a != b for name in cpu for a, b in zip(cpu[name], gpu[name], strict=True))
+    assert different <= sum(map(len, cpu.values())) / 1000
+
+
 @pytest.mark.parametrize("form", ["fp8", "nf4, double", "int4, zeros", "nvfp4", "mxfp4"])
 def test_an_adapter_that_adds_nothing_leaves_the_values(form, tmp_path):
     """What is decoded is encoded to itself, but for the last bit of a scale."""
@@ -90,15 +106,17 @@ def test_an_adapter_that_adds_nothing_leaves_the_values(form, tmp_path):
         assert error < 0.03
 
 
-def test_experts_of_gpt_oss_keep_their_order(tmp_path):
+@pytest.mark.parametrize("device", DEVICES)
+def test_experts_of_gpt_oss_keep_their_order(device, tmp_path):
     """They are stored (out, in) and computed (in, out)."""
     for name in ("packed", "plain"):
         (tmp_path / name).mkdir()
     decoded = write_packed((tmp_path / "packed", tmp_path / "plain"), FORMATS["gpt-oss"])
     source = open_checkpoint(tmp_path / "packed", read_config(tmp_path / "packed").packing)
     name = "model.layers.0.mlp.experts.gate_up_proj"
-    values = decoded[name] + 0.1 * torch.randn(decoded[name].shape, generator=torch.Generator().manual_seed(1))
-    new = repacked(source, {name: lambda a, b: values.flatten(0, 1)[a:b]})
+    noise = 0.1 * torch.randn(decoded[name].shape, generator=torch.Generator().manual_seed(1))
+    values, added = decoded[name] + noise, noise.flatten(0, 1).to(device)
+    new = repacked(source, {name: lambda a, b: source.rows_on(torch.device(device), name, a, b) + added[a:b]})
     blocks, scales = (np.concatenate(list(new.values(name + end))) for end in ("_blocks", "_scales"))
     for i, matrix in enumerate(values):
         parts, _ = in_fp4(matrix.T, "mxfp4")
