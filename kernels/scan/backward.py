@@ -14,7 +14,7 @@ from trireme.kernels.scan.forward import columns, decayed, decays, put, state, t
 
 
 @launcher
-@triton.jit(do_not_specialize=["q_stride", "k_stride"])
+@triton.jit
 def _walk_back(
     p_dO, p_q, p_k, p_g, p_beta, p_cu, p_T, p_P, p_X, p_dstates, q_stride, k_stride,
     K: tl.constexpr, H: tl.constexpr, D: tl.constexpr, E: tl.constexpr, C: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -53,7 +53,7 @@ def _walk_back(
 
 
 @launcher
-@triton.jit(do_not_specialize=["q_stride", "k_stride", "v_stride", "dq_stride", "dk_stride", "dv_stride"])
+@triton.jit
 def _gradients(
     p_dO, p_q, p_k, p_v, p_g, p_beta, p_tiles, p_D, p_X, p_states, p_dstates, p_skip, p_dq, p_dk, p_dv, p_dg, p_dbeta,
     p_dskip, q_stride, k_stride, v_stride, dq_stride, dk_stride, dv_stride,

@@ -94,7 +94,7 @@ def inverse(b_A, C: tl.constexpr, BLOCK: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @launcher
-@triton.jit(do_not_specialize=["q_stride", "k_stride"])
+@triton.jit
 def _local(
     p_q, p_k, p_g, p_beta, p_tiles, p_T, p_P, q_stride, k_stride,
     K: tl.constexpr, H: tl.constexpr, D: tl.constexpr, C: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr,
@@ -121,7 +121,7 @@ def _local(
 
 
 @launcher
-@triton.jit(do_not_specialize=["q_stride", "k_stride", "v_stride"])
+@triton.jit
 def _forward(
     p_q, p_k, p_v, p_g, p_beta, p_cu, p_T, p_P, p_skip, p_o, p_final, p_D, p_states, q_stride, k_stride, v_stride,
     K: tl.constexpr, H: tl.constexpr, D: tl.constexpr, E: tl.constexpr, C: tl.constexpr, BLOCK_D: tl.constexpr,

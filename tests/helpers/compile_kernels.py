@@ -394,7 +394,7 @@ def listed(arch: int) -> list:
         calls += [lambda: attention_call(8, 2, 128, 256), lambda: attention_call(8, 2, 128, dtype=FP32)]
         calls += [lambda: attention_call(8, 4, 256, 4096, cap=50.0), lambda: attention_call(8, 8, 192, values=128)]
         calls += [lambda D=D: norm_calls(D) for D in (768, 5120, 12288)]
-        calls += [other_calls, *losses]
+        calls += [other_calls, lambda: scan_call(16, 32, 128, 128, True), *losses]
         calls += [routing_calls, lambda: experts_call(32, 4, 2880, 2880, in_out=True), packed_calls, small_packed_calls]
     calls += [lambda: wide_norm_call(16384, BF16)] * (arch == 90)
     return [*calls, lambda: experts_call(128, 8, 2048, 768), fp8_calls, fp8_experts_calls]
