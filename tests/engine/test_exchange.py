@@ -217,6 +217,7 @@ def test_files_name_each_expert_and_the_engine_all(mixture):
     assert stored.keys() == {name for name in open_source(mixture).tensors if ".layers.0." in name}
 
 
+@pytest.mark.full
 def test_a_missing_expert_is_named(mixture):
     cfg, found = read_config(mixture), open_source(mixture).shapes
     name = "model.layers.1.mlp.experts.4.down_proj.weight"

@@ -130,9 +130,9 @@ def test_records_come_back_and_damage_is_seen(step, loss, files, tmp_path_factor
         record.write(path, made)
         assert record.read(path, type(made)) == made
         content = path.read_bytes()
-        at = content.index(b'", ') + 6
-        path.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
-        assert record.read(path, type(made)) in (None, made)  # made: within a key that is not of this version
+        for at in range(content.index(b'", ') + 3, len(content), 3):  # behind format and checksum
+            path.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
+            assert record.read(path, type(made)) is None
     assert record.read(path.with_name("no.json"), record.Best) is None
 
 
