@@ -141,7 +141,7 @@ def test_transformers_opens_the_result(trained):
 def test_peft_opens_an_adapter_of_the_language_model(trained, tmp_path):
     """It adapts nothing else, and computes what the merged checkpoint does."""
     peft = pytest.importorskip("peft")
-    model, _, _ = trained
+    model, _ = trained
     if not read_config(model).wrapper:
         pytest.skip("no tower beside it")
     data = (str(model.parent / "stories.txt"),)
