@@ -192,7 +192,7 @@ def _pair(row: Fields) -> list[Example]:
     if isinstance(context, str):
         context = [{"role": "user", "content": context}] if context.strip() else []
     sides = (("chosen", good, bad), ("rejected", bad, good))
-    return [talk(row, *_apart(context or [], mine, other), side) for side, mine, other in sides]
+    return [talk(row, *_split_answer(context or [], mine, other), side) for side, mine, other in sides]
 
 
 def _texts(row: Fields, prompt: str | None, good: str, bad: str) -> list[Example]:
@@ -224,7 +224,7 @@ def _dialogue(text: str, start: int) -> Example:
     return talk({}, prompt, answer, "the dialogue")._replace(plain=plain)
 
 
-def _apart(context: list[Any], mine: list[Any], other: list[Any]) -> tuple[list[Any], list[Any]]:
+def _split_answer(context: list[Any], mine: list[Any], other: list[Any]) -> tuple[list[Any], list[Any]]:
     """(messages before the answer, the answer's). What both sides begin with is before; it may hold the context."""
     same = 0
     while same < min(len(mine), len(other)) - 1 and mine[same] == other[same]:

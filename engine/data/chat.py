@@ -148,12 +148,12 @@ class _Style:
         also for tools that are not written.
         """
         bare = [{k: v for k, v in message.items() if k != "train"} for message in chat.messages]
-        listed = [_with_calls(message, self._arguments) for message in bare]
-        messages = [_with_parts(message, False) for message in listed]
+        converted = [_with_calls(message, self._arguments) for message in bare]
+        messages = [_with_parts(message, False) for message in converted]
         render, rendering = lambda messages: self.template.render(messages, chat.tools, prompt), None
-        if self.template.takes_parts and messages != listed:
+        if self.template.takes_parts and messages != converted:
             with suppress(BadRow):
-                rendering = render([_with_parts(message, True) for message in listed])
+                rendering = render([_with_parts(message, True) for message in converted])
         try:
             rendering = rendering or render(messages)
         except BadRow as error:

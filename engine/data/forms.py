@@ -117,9 +117,9 @@ def find_form(row: Fields, forms: Sequence[Form], mapped: Iterable[str] = ()) ->
     there, whose reader says what is empty.
     """
     order = sorted(forms, key=lambda form: {*mapped}.isdisjoint(form.keys)) if mapped else forms
-    for keys in ({key for key, value in row.items() if value not in EMPTY}, row.keys()):
+    for keys in ({key for key, value in row.items() if value not in EMPTY}, {*row}):
         for form in order:
-            if keys >= {*form.keys} and not (form.keys == ("text",) and _is_turn(row)):
+            if keys.issuperset(form.keys) and not (form.keys == ("text",) and _is_turn(row)):
                 return form
     return None
 

@@ -87,8 +87,8 @@ def read_message(turn: Any, where: str) -> tuple[Fields, bool]:
         raise BadRow(f"{where} {fault}; its keys: {', '.join(map(repr, turn))}")
     if calls:
         values = [_parsed(value, f"{where}: the call") for value in calls]
-        listed = [call for value in values for call in (value if isinstance(value, list) else [value])]
-        message["tool_calls"] = [_read_call(_parsed(call, f"{where}: a call"), where) for call in listed]
+        flat = [call for value in values for call in (value if isinstance(value, list) else [value])]
+        message["tool_calls"] = [_read_call(_parsed(call, f"{where}: a call"), where) for call in flat]
     return message if _is_trained(message, where) else {**message, "train": False}, role == "call"
 
 

@@ -171,22 +171,22 @@ class _File:
             if isinstance(row.value, BadRow):
                 raise row.value
             self.absent -= row.value.keys()
-            said = read(row.value, self.how.renames, self.options.kind, self.classes, self.source.is_table)
-            examples = [self._completed(example, row) for example in said.examples]
+            content = read(row.value, self.how.renames, self.options.kind, self.classes, self.source.is_table)
+            examples = [self._completed(example, row) for example in content.examples]
             sizes = [size(example) for example in examples]
         except (BadRow, RecursionError) as error:
             self._reject(row.number, "is nested too deeply" if isinstance(error, RecursionError) else str(error))
             return
         if self.hopeless:
             return
-        self.unused |= dict.fromkeys(said.unused)
+        self.unused |= dict.fromkeys(content.unused)
         for chat in (example for example in examples if isinstance(example, Chat)):
             self.counts["chats"] += 1
             self.counts["tools"] += chat.tools is not None
-        weights = (said.weight, -said.weight if self.options.kind == "labels" else said.weight)
+        weights = (content.weight, -content.weight if self.options.kind == "labels" else content.weight)
         for i, (example, weight, nbytes) in enumerate(zip(examples, weights, sizes, strict=False)):
             starts, last = not isinstance(example, Text) or example.starts, i + 1 == len(examples)
-            yield example, _Pending(said.form, weight, 0.0 if i else said.value, starts, last), nbytes
+            yield example, _Pending(content.form, weight, 0.0 if i else content.value, starts, last), nbytes
 
     def _completed(self, example: Example, row: Row) -> Example:
         """An example with --system and --chat-template-kwargs, in a form that the checkpoint can read. Raises

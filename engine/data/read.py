@@ -178,7 +178,7 @@ def fault_of(error: Exception) -> str:
     if isinstance(error, json.JSONDecodeError):
         return f"is not JSON ({error.msg} at character {error.pos + 1})"
     if isinstance(error, csv.Error):
-        return f"is not CSV ({error}); is a quotation mark missing?"
+        return f"is not CSV ({error}): a quotation mark may be missing"
     if isinstance(error, BadRow):
         return str(error)
     what = " ".join(str(error).partition(";")[0].split()).rstrip(".")
@@ -240,7 +240,7 @@ def json_values(file: BinaryIO) -> Iterator[Row]:
             if not unread and pos == len(buffer) and not inside:
                 return
             if broken or not unread or len(buffer) - pos > ROW:
-                part = f"is not JSON ({error.msg}); is the file complete?"
+                part = f"is not JSON ({error.msg}): the file may be incomplete"
                 raise BadRow(part if broken or not unread else TOO_LARGE) from None
             # the value may go on; doubling keeps a huge one cheap
             block = text.read(max(_CHUNK, min(len(buffer) - pos, ROW - len(buffer) + pos)))
@@ -262,7 +262,7 @@ def documents(file: BinaryIO) -> Iterator[Row]:
     while block:
         block = stream.read(_PIECE)
         if "\0" in block:
-            raise BadRow("holds NUL bytes: is it text?")
+            raise BadRow("holds NUL bytes, so it is not text")
         parts = (text + block).split(SEPARATOR)
         for i, part in enumerate(parts):
             text = part.lstrip("\n") if starts else part

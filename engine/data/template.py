@@ -216,8 +216,8 @@ class Template:
         others, mine, as_part = self._parts
         content, thoughts = message.get("content"), thoughts_of(message)
         message = message if thoughts is None else message | dict.fromkeys(THOUGHTS, thoughts)
-        listed = mine if message.get("role") == "assistant" else others
-        if not (thoughts and as_part) and not (listed and isinstance(content, str)):
+        as_list = mine if message.get("role") == "assistant" else others
+        if not (thoughts and as_part) and not (as_list and isinstance(content, str)):
             return message
         parts = [_part(content)] if isinstance(content, str) and content else content or []
         return message | {"content": [*([_part(thoughts, "thinking")] if thoughts and as_part else []), *parts]}
@@ -264,8 +264,8 @@ def _read_marks(marked: str) -> Rendering:
         elif mark[0] == _GENERATION:
             open_blocks.append((open_turns[-1][0] if open_turns else -1, at))
         else:
-            written, begun = (generated, open_blocks) if mark[0] == _DONE else (turns, open_turns)
-            message, start = begun.pop() if begun else (0, at)
+            written, unclosed = (generated, open_blocks) if mark[0] == _DONE else (turns, open_turns)
+            message, start = unclosed.pop() if unclosed else (0, at)
             if start < at:
                 written.setdefault(message, []).append((start, at))
     parts.append(marked[done:])

@@ -196,16 +196,16 @@ def _added(spec: Fields, config: Fields, older: Fields, by_name: Fields) -> list
     extra = next((tokens for tokens in lists if isinstance(tokens, list) and tokens), [])
     ordered = [named.get(name) for name in (*_NAMES, *(name for name in named if name not in _NAMES))]
     special = {text for token in (*ordered, *extra) if (text := _text(token))}
-    listed = [token for token in spec.get("added_tokens") or () if _text(token)]
+    in_spec = [token for token in spec.get("added_tokens") or () if _text(token)]
     decoder = config.get("added_tokens_decoder")
     if isinstance(decoder, dict):
         by_id = {int(i): _token(token) for i, token in decoder.items() if i.isdecimal() and _text(token)}
     else:
         kinds = {text: {"normalized": text not in special, "special": text in special} for text in by_name}
         by_id = {i: tokenizers.AddedToken(text, **kinds[text]) for text, i in by_name.items()}
-        by_id |= {token["id"]: _token(token) for token in listed}
+        by_id |= {token["id"]: _token(token) for token in in_spec}
     result = [token for _, token in sorted(by_id.items())]
-    known = {token.content for token in result} | {_text(token) for token in listed}
+    known = {token.content for token in result} | {_text(token) for token in in_spec}
     for token in (*ordered, *extra):
         if (text := _text(token)) and text not in known:
             result.append(_token(token, special=True))

@@ -113,7 +113,7 @@ class Writer:
             self._values.append(value)
         self._file.write((ids.astype("<u4") | trained * _TRAINED).tobytes())
         self._lengths[-1] += len(ids)
-        self._trained[-1] += int(trained.sum())
+        self._trained[-1] += int(np.count_nonzero(trained))
         self._max_id = max(self._max_id, int(ids.max(initial=-1)))
 
     def written(self) -> TokenFile:
