@@ -31,12 +31,13 @@ from trireme.engine.data.forms import Chat
 from trireme.engine.layers import head_losses
 from trireme.engine.run import screen
 from trireme.engine.run.after.opened import computing, open_finished
-from trireme.engine.run.after.sample import AT_ONCE, Speaker
+from trireme.engine.run.after.sample import AT_ONCE
 from trireme.engine.run.after.sampling import Sampling, picked
-from trireme.engine.run.evaluate import Evaluator
+from trireme.engine.run.evaluate import Evaluator, continued
 from trireme.engine.run.options import Sample
 from trireme.engine.step import forward
 from trireme.models import head
+from trireme.models.config import InputError
 
 
 class Streamed(TemplateLM):
@@ -46,7 +47,10 @@ class Streamed(TemplateLM):
         super().__init__()
         self.o, self.f = o, open_finished(o.folder)
         self.f.refuse_scores("lm-eval's tasks need text")
-        self.codec = self.f.writer(o)
+        codec = self.f.codec(o)
+        if codec is None:
+            raise InputError(f"{self.f.tokenizer(o)} has no tokenizer.json. Name a folder with one: --tokenizer DIR.")
+        self.codec = codec
         self.tokens = Tokenizer.from_file(str(Path(self.f.tokenizer(o)) / "tokenizer.json"))
         self.longest = min(longest or 2048, self.f.cfg.max_positions)
 
@@ -147,7 +151,7 @@ class Streamed(TemplateLM):
                     tokens[i] = self.eot_token_id
             return tokens
 
-        new = Speaker(e, self.codec, sampling, self.o).continued(prompts, most, pick)
+        new = continued(e.e, prompts, most, ends, pick=pick)
         ended = [self.tokens.decode(tokens[: len(ids)]) for tokens, ids in zip(made, new, strict=True)]
         return [_until(text, stop) for text, stop in zip(ended, stops, strict=True)]
 

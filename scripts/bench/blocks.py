@@ -33,7 +33,7 @@ from trireme.engine.check.cases import BF16, attention_inputs
 from trireme.engine.memory import views
 from trireme.engine.planner.sizes import find_model
 from trireme.kernels import ops
-from trireme.models import model
+from trireme.models import block, model
 from trireme.models.config import ModelConfig, Rope, uniform
 from trireme.models.rows import Rows, make_rows, rope_tables
 from trireme.models.sizes import narrow, shapes
@@ -91,8 +91,8 @@ class Block(NamedTuple):
 
     cfg: ModelConfig
     u: int  # which unit: the first block with experts where there are some
-    w: model.BlockWeights
-    g: model.BlockWeights
+    w: block.LayerWeights
+    g: block.LayerWeights
     rows: Rows
     saved: dict[str, Tensor]
     x: Tensor

@@ -46,15 +46,11 @@ ADAMW = dict(lr=1e-4, betas=(0.9, 0.95), weight_decay=0.01)
 GPU = "--gpu-memory 24GiB"
 # (rival, model, tokens of a step, its options, Trireme's)
 LINES = (
-    ("zero-offload", "llama-1.3b", 8192, GPU, f"{GPU} --ram 60GiB"),
     ("zero-offload", "llama-1.3b", 32768, GPU, f"{GPU} --ram 60GiB"),
     ("zero-offload", "llama-3b", 32768, GPU, f"{GPU} --ram 60GiB"),
     ("roundpipe", "llama-8b", 32768, f"{GPU} --layers 16 --updates async", f"{GPU} --layers 16 --ram 95GiB --clip 0"),
     ("roundpipe", "llama-8b", 32768, f"{GPU} --layers 16 --updates sync", f"{GPU} --layers 16 --ram 95GiB --clip 0"),
     ("zero-infinity", "llama-1.3b", 32768, GPU, f"{GPU} --ram 16GiB --placement ssd --clip 0"),
-    ("torch", "llama-1.3b", 32768, "", "--ram 60GiB"),
-    ("torch", "llama-8b", 8192, "--lora 16", "--lora 16 --ram 60GiB"),
-    ("torch", "llama-8b", 32768, "--lora 16", "--lora 16 --ram 60GiB"),
 )
 ADAPTERS = tuple(
     ("unsloth", "llama-8b", tokens, f"{how} --recompute 1,0.9,0.65,0.3,0", f"{how} --ram 60GiB")
