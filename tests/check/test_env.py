@@ -14,6 +14,7 @@ SAYS = (
 )
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize(("nvidia_smi", "says"), [
     ("echo NVIDIA H200, 570.1, 143771 MiB, 1 MiB", "NVIDIA H200, 570.1, 143771 MiB"),
     ("echo no driver >&2; exit 9", "no driver"), ("exit 9", "exit code 9"),

@@ -60,6 +60,7 @@ def test_gradients_of_a_block_are_within_the_error_of_the_format(name):
     assert check_errors(*FAMILIES[name]) > EPSILON / 4
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["llama", "llama biases", "gpt2", "olmo2", "gpt_neox", "qwen2 moe", "falcon h1"])
 def test_every_subset_of_saved(name):
     model_type, keys = FAMILIES[name]
