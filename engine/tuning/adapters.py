@@ -114,11 +114,6 @@ def adapts_experts(cfg: ModelConfig) -> bool:
     return cfg.experts is not None and cfg.lora is not None and cfg.lora.adapts(cfg.names.mlp.experts)
 
 
-def expert_parameters(cfg: ModelConfig) -> list[str]:
-    """Names of the parameters of a layer's experts in transformers."""
-    return [cfg.names.module(f"{cfg.names.mlp.experts}.{matrix}") for matrix in (shapes.GATE_UP, shapes.DOWN)]
-
-
 def peft_names(cfg: ModelConfig) -> dict[str, str]:
     """Canonical name -> peft's name of each tensor of the adapters; of experts, that of the outermost wrapped
     module.
@@ -228,7 +223,8 @@ def _config(cfg: ModelConfig, lora: Lora, base: str, separate: bool) -> dict[str
     modules = [".".join(cfg.names.module(full[t]).split(".")[-len(t.split(".")) :]) for t in others]
     single = cfg.names.mlp.single or cfg.family.names.mlp.single  # however files have experts
     like_experts = [t for t in modules if cfg.experts and t.rpartition(".")[2] in single]
-    stacked = expert_parameters(cfg) if experts and not separate else []
+    matrices = (shapes.GATE_UP, shapes.DOWN) if experts and not separate else ()
+    stacked = [cfg.names.module(f"{cfg.names.mlp.experts}.{matrix}") for matrix in matrices]
     parameters = [*stacked, *(f"{t}.weight" for t in like_experts)]
     alone = cfg.names.mlp.single if experts and separate else ()
     # modules outside the language model whose layers have the same names

@@ -80,18 +80,14 @@ class Cached(Quantized):
             scales = list[np.ndarray]()
             for i in range(0, len(strips), AHEAD):
                 some = strips[i : i + AHEAD]
-                for (encoder, _, b), (codes, part) in zip(some, pool.map(_strip, some), strict=True):
+                encoded = pool.map(Encoder.strip, *zip(*some, strict=True))
+                for (encoder, _, b), (codes, part) in zip(some, encoded, strict=True):
                     yield codes.view(np.uint8).data
                     scales.append(part)
                     if b == prod(encoder.shape[:-1]):
                         yield np.concatenate(scales).view(np.uint8).data
                         scales.clear()
                     progress(codes.nbytes + part.nbytes)
-
-
-def _strip(strip: tuple[Encoder, int, int]) -> tuple[np.ndarray, ...]:
-    encoder, a, b = strip
-    return encoder.strip(a, b)
 
 
 def cached(source: Quantized, store: Path) -> Cached:
