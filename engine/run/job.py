@@ -18,6 +18,7 @@ import torch
 
 from trireme.engine.amounts import count, gb
 from trireme.engine.check import tuned
+from trireme.engine.data.codec import Codec
 from trireme.engine.data.dataset import Dataset, load_dataset
 from trireme.engine.data.find import find
 from trireme.engine.data.prepare import DataOptions
@@ -30,7 +31,7 @@ from trireme.engine.planner.machine import pinnable, this_machine
 from trireme.engine.planner.rates import Machine, assume, reserved
 from trireme.engine.planner.rule import simple_plan
 from trireme.engine.run import config_file, folder, opening, screen
-from trireme.engine.run.options import Every, Options, flag
+from trireme.engine.run.options import Every, Options, Reading, flag
 from trireme.engine.run.planning import Planner
 from trireme.engine.run.record import Fixed, Snapshot
 from trireme.engine.tuning.adapters import adapter_shapes
@@ -227,20 +228,27 @@ def identity(cfg: ModelConfig, source: Source) -> tuple[dict[str, Any], dict[str
 
 def read_data(o: Options, opened: opening.Opened) -> Dataset | None:
     """The data, tokenized; None without --data. Raises InputError, OSError."""
-    cfg, shared, began = opened.cfg, cache_folder(), time.monotonic()
-    if not o.data or (opened.codec is None and o.dry_run):
+    cfg, codec, shared = opened.cfg, opened.codec, cache_folder()  # by all runs of this user
+    if not o.data or (codec is None and o.dry_run):
         return None
+    return read_rows(
+        o, cfg, codec, o.data, seq_len=o.seq_len or 0, val=o.val, general=o.general, pack=not o.no_pack,
+        max_samples=o.max_samples, seed=o.seed, shared=shared / "tokens" if shared else None,
+        cache=None if o.dry_run else Path(o.out) / folder.RUN / "tokens", kind=opening.kind_of(o), labels=o.labels,
+        pad=opening.pad_of(o, codec) if cfg.scores else None,
+    )  # fmt: skip
+
+
+def read_rows(o: Reading, cfg: ModelConfig, codec: Codec | None, names: Sequence[str], **others: Any) -> Dataset:
+    """Rows of what `names` name, tokenized. `others`: of DataOptions. Raises InputError, OSError."""
+    began, variables = time.monotonic(), json.loads(o.chat_template_kwargs or "{}")
     options = DataOptions(
-        seq_len=o.seq_len or 0, val=o.val, general=o.general, map=o.map, long=o.long, pack=not o.no_pack,
-        skip_bad=o.skip_bad, max_samples=o.max_samples, seed=o.seed, vocab_size=cfg.vocab, media=cfg.media,
-        system=o.system, shared=shared / "tokens" if shared else None,  # by all runs of this user
-        cache=None if o.dry_run else Path(o.out) / folder.RUN / "tokens",
-        kind=opening.kind_of(o), variables=json.loads(o.chat_template_kwargs or "{}"), labels=o.labels,
-        pad=opening.pad_of(o, opened.codec) if cfg.scores else None,
+        map=o.map, long=o.long, skip_bad=o.skip_bad, vocab_size=cfg.vocab, media=cfg.media, system=o.system,
+        variables=variables, **others,
     )  # fmt: skip
     try:
         far = lambda name, position, size: screen.far(f"reading {name}", position, size, began)
-        return load_dataset(o.data, opened.codec, options, far)
+        return load_dataset(names, codec, options, far)
     finally:
         screen.clear()
 

@@ -361,7 +361,8 @@ class Eval(Reading, Method, Machine):
     folder: str = _data("a finished run, a checkpoint or an adapter", Value(text, "FOLDER"), "")
     model: Text = _data("base of the adapter, if it has moved", DIR)
     data: Texts = _data("files to read, each by itself", FILES, ())
-    reference: Text = _train("the model before training, for preferences [that of the run]", DIR)
+    reference: Text = _train("the model before training, for preferences [that of the run]", DIR,
+                             methods="dpo ipo kto")
 
 
 @dataclass(frozen=True)

@@ -63,8 +63,7 @@ def snapshot_of(folder: Folder, options: Options) -> Snapshot | None:
     of_hosts = [json.loads(text) for text in here().texts(json.dumps([folder.state.started, [*sequences]]))]
     last = max(set(sequences).intersection(*(steps for _, steps in of_hosts)), default=None)
     if folder.store and last is not None:
-        folder.store.go_back(sequences[last])
-        return record.of(Snapshot, folder.store.snapshots[-1].extra, f"--resume {folder.out}: its snapshot")
+        return record.of(Snapshot, folder.store.go_back(sequences[last]), f"--resume {folder.out}: its snapshot")
     latest = [max(steps, default=0) for _, steps in of_hosts]
     if any(latest) and any(started for started, _ in of_hosts):
         way = f"Restore its part of {folder.out / RUN} and of --store from a copy, or start again"

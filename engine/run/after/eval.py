@@ -11,7 +11,7 @@ import numpy as np
 
 from trireme.engine.data.dataset import Dataset
 from trireme.engine.run import screen
-from trireme.engine.run.after.opened import Finished, computing, open_finished, read_rows, with_defaults
+from trireme.engine.run.after.opened import Finished, computing, open_finished, read_data, with_defaults
 from trireme.engine.run.opening import kind_of, preference_of
 from trireme.engine.run.options import Eval
 from trireme.models.config import InputError
@@ -52,10 +52,8 @@ def prepared(f: Finished, o: Eval) -> tuple[Eval, list[Dataset], Preference | No
     kind = "" if preference is None else kind_of(o)
     if f.cfg.scores:
         preference, kind = (Preference("reward"), "rewards") if f.cfg.scores == 1 else (preference, "classes")
-    if o.reference and not (preference and preference.compares):
-        raise InputError("--reference is for --method dpo, ipo and kto. Leave it out.")
     codec = f.codec(o)
-    data = [read_rows(f, o, codec, name, kind) for name in o.data]
+    data = [read_data(f, o, codec, name, kind) for name in o.data]
     if preference and preference.compares:
         seq_len = data[0].options.room
         before = _reference(f, o, data)

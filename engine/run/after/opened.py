@@ -5,8 +5,6 @@ An engine without gradients computes it; weights that do not fit in RAM are read
 
 from __future__ import annotations
 
-import json
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -19,9 +17,9 @@ import torch
 from trireme.engine.amounts import compact, percent
 from trireme.engine.build import build
 from trireme.engine.data.codec import Codec, load_codec
-from trireme.engine.data.dataset import Dataset, load_dataset
+from trireme.engine.data.dataset import Dataset
 from trireme.engine.data.find import Rows, find
-from trireme.engine.data.prepare import DataOptions, Kind
+from trireme.engine.data.prepare import Kind
 from trireme.engine.data.read import BadRow
 from trireme.engine.exchange import Exchange
 from trireme.engine.geometry import Geometry
@@ -33,7 +31,7 @@ from trireme.engine.queues.real import RealQueues
 from trireme.engine.run import config_file, folder, screen
 from trireme.engine.run.after import hub
 from trireme.engine.run.evaluate import Evaluator
-from trireme.engine.run.job import computer
+from trireme.engine.run.job import computer, read_rows
 from trireme.engine.run.options import Eval, Machine, Options, Reading, Sample, flag, table
 from trireme.engine.tuning.adapters import Adapter
 from trireme.engine.tuning.base import CheckpointBase, why_copied
@@ -126,20 +124,14 @@ def with_defaults(f: Finished, o: O) -> O:
     return replace(o, **values)
 
 
-def read_rows(f: Finished, o: Eval, codec: Codec | None, name: str, kind: Kind) -> Dataset:
+def read_data(f: Finished, o: Eval, codec: Codec | None, name: str, kind: Kind) -> Dataset:
     """A source of data, read as by the run that wrote the model. Raises InputError."""
-    seq_len, began, scored = o.seq_len or min(2048, f.cfg.max_positions), time.monotonic(), dict[str, Any]()
+    seq_len, scored = o.seq_len or min(2048, f.cfg.max_positions), dict[str, Any]()
     if seq_len > f.cfg.max_positions:
         raise InputError(f"--seq-len {seq_len}: the model has {f.cfg.max_positions} positions. Lower it.")
     if f.cfg.scores:
         scored = {"labels": f.labels, "pad": pad_in(read_raw(f.base), codec.facts.pad if codec else None)}
-    options = DataOptions(
-        seq_len=seq_len, map=o.map, long=o.long, skip_bad=o.skip_bad, vocab_size=f.cfg.vocab, media=f.cfg.media,
-        kind=kind, system=o.system, variables=json.loads(o.chat_template_kwargs or "{}"), **scored,
-    )  # fmt: skip
-    far = lambda file, position, size: screen.far(f"reading {file}", position, size, began)
-    data = load_dataset([name], codec, options, far)
-    screen.clear()
+    data = read_rows(o, f.cfg, codec, [name], seq_len=seq_len, kind=kind, **scored)
     for line in screen.labelled("data", data.report.lines()):
         screen.say(line)
     return data

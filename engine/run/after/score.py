@@ -76,7 +76,7 @@ def run(o: Score) -> int:
         if f.cfg.scores:
             lines = _write_answers(f, o, codec, folder)
         else:
-            sources = {name: opened.read_rows(f, o, codec, name, "") for name in o.data}
+            sources = {name: opened.read_data(f, o, codec, name, "") for name in o.data}
             lines = _write_scores(f, o, folder, sources, o.top_k, f.cfg.vocab)
     for line in lines:
         screen.say(f"score    {line}")
@@ -106,7 +106,7 @@ def _write_answers(f: Finished, o: Score, codec: Codec | None, folder: Path) -> 
             rows = ({k: v for k, v in row.items() if k not in ("label", "labels")} for _, row in opened.rows_in(name))
             labelled = (json.dumps(row | {"label": f.labels[0]}, ensure_ascii=False, default=str) for row in rows)
             (place / "rows.jsonl").write_text("".join(f"{line}\n" for line in labelled), encoding="utf-8")
-            sources.append(opened.read_rows(f, o, codec, str(place / "rows.jsonl"), "classes"))
+            sources.append(opened.read_data(f, o, codec, str(place / "rows.jsonl"), "classes"))
     seq_len = sources[0].options.room
     folder.mkdir(parents=True, exist_ok=True)
     with opened.computing(f, o, seq_len) as e:
