@@ -20,7 +20,6 @@ FILES = {
     "best": ("host 32", "out/.run/best-*/model.safetensors"),
     "best.json": ("host 32", "out/.run/best-*/best.json"),
     "tokenizer of the best": ("host 32", "out/.run/best-*/tokenizer.json"),
-    "best beside": ("host 8", "out/.run/best-*/model.safetensors"),
     "adapter of the best": ("adapters", "out/.run/best-*/adapter_model.safetensors"),
     "reference": ("compared", "out/.run/reference.json"),
     "scores": ("taught", "out/.run/teacher/000/part-*.safetensors"),
