@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar
 
 import torch
 
-from trireme.kernels.tiles import KIB, Chip, Grouped, Tile, chip
+from trireme.kernels.tiles import KIB, TABLE, Chip, Grouped, Tile, chip
 from trireme.kernels.tiles import settings as settings_of
 
 P = ParamSpec("P")
@@ -148,6 +148,7 @@ FP32 = {  # by head width, on every chip
     128: Tiles(Tile(32, 16, 8, 1), Tile(32, 32, 8, 2), Tile(16, 32, 8, 1)),
     256: Tiles(Tile(32, 16, 8, 2), Tile(32, 16, 8, 2), Tile(16, 32, 16, 1)),
 }
+WIDTHS = 64, 96, 128, 192, 256, 512  # of heads with settings of their own, in tiles.py
 WIDEST_HEAD, WIDEST_IN_FP32 = 512, 256  # on a GPU
 
 
@@ -157,14 +158,14 @@ def widest_head(dtype: torch.dtype) -> int:
 
 
 def attention(device: torch.device, dtype: torch.dtype, D: int) -> Tiles:
-    """Of heads of width D."""
-    here, width = chip(device), max(64, head_block(D))
+    """Of heads of width D: settings of the next width that tiles.py has."""
+    here = chip(device)
     if here.arch == 0:
         return INTERPRETED
     if dtype == torch.float32:
-        return FP32[width]
-    width = 192 if 128 < D <= 192 else width
-    return Tiles(*(_set(here, f"attention_{kind} {width}", Tile) for kind in Tiles._fields))
+        return FP32[max(64, head_block(D))]
+    names = [[f"attention_{kind} {width}" for width in WIDTHS if width >= D] for kind in Tiles._fields]
+    return Tiles(*(_set(here, next(name for name in of if name in TABLE), Tile) for of in names))
 
 
 def hopper_fwd(block_d: int, window: int) -> Tile:

@@ -23,7 +23,8 @@ from trireme.kernels.tiles import Chip, tried
 MORE = 1.03  # times as fast, from which another setting is taken
 CALLS, ROUNDS = 10, 5  # that are timed: of each setting, and in turn with the usual one
 REPEATS = 3  # calls that have to give the same bits
-HEADS = {64: (32, 32), 128: (32, 8), 192: (16, 16), 256: (16, 8), 512: (32, 4)}  # queries' and keys', by width
+# queries' and keys', by width
+HEADS = {64: (32, 32), 96: (32, 32), 128: (32, 8), 192: (16, 16), 256: (16, 8), 512: (32, 4)}
 NARROW = 256  # width of the loss's inputs: its matrix multiplications take less than its kernel
 
 

@@ -174,18 +174,19 @@ def dkv_kernel(
 def plan(H: int, K: int, D: int, V: int, window: int, strides) -> Backward:
     """Backward for the strides of (dout, q, k, v, out, dq, dk, dv), 16-byte aligned."""
     dout, q, k, v, out, dq, dk, dv = strides
-    sizes = H // K, *launch.head_parts(D, V, 64), window
     by_query, by_key = launch.hopper_dq(launch.head_block(max(D, V))), launch.hopper_dkv(D, V)
     divided = min(D, V) > 128
+    query_sizes = H // K, *launch.head_parts(D, V, 64), window
+    key_sizes = H // K, *launch.head_parts(D, V, 256 if divided else 64), window  # parts would be serialized by ptxas
     return Backward(
         by_query.q,
         Fixed(
-            dq_kernel, *flat((dout, q, k, v, out, dq)), H, *sizes, by_query.q, by_query.k, by_query.stages,
+            dq_kernel, *flat((dout, q, k, v, out, dq)), H, *query_sizes, by_query.q, by_query.k, by_query.stages,
             num_warps=by_query.warps,
         ),
         by_key.k,
         Fixed(
-            dkv_kernel, *flat((dout, q, k, v, dk, dv)), K, *sizes, by_key.q, by_key.k, by_key.stages, divided,
+            dkv_kernel, *flat((dout, q, k, v, dk, dv)), K, *key_sizes, by_key.q, by_key.k, by_key.stages, divided,
             num_warps=by_key.warps,
         ),
     )  # fmt: skip
