@@ -155,10 +155,7 @@ def _attention_fwd(
     V1: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_K: tl.constexpr, WINDOWED: tl.constexpr, CAP: tl.constexpr,
 ):  # fmt: skip
     await_previous()
-    i_tile, i_h = (
-        tl.program_id(0) // H,
-        tl.program_id(0) % H,
-    )  # heads fastest: neighbours share keys, values in L2
+    i_tile, i_h = tl.program_id(0) // H, tl.program_id(0) % H  # heads fastest: neighbours share keys, values in L2
     start = tl.load(p_tiles + 3 * i_tile).to(tl.int64)
     offset = tl.load(p_tiles + 3 * i_tile + 1)
     length = tl.load(p_tiles + 3 * i_tile + 2)
