@@ -239,7 +239,7 @@ class Rows:
                 if isinstance(error, InputError) or getattr(error, "errno", None):  # which a failing disk has
                     raise
                 way_out = "" if isinstance(error, read.BadRow) else " Is the file complete, and what its name says?"
-                raise InputError(f"{path} {self.unit} {last + 1} {read.fault_of(error)}.{way_out}") from None
+                raise InputError(f"{path} {self.unit} {last + 1}: {read.fault_of(error)}.{way_out}") from None
             self._done += path.stat().st_size
 
     def _rows(self, path: Path) -> Iterator[Row]:

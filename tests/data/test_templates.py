@@ -182,7 +182,17 @@ INSIDE = (  # the answer of a tool is written by the turn of its call
     "{% for c in m.tool_calls or [] %}{{ '[' + c.function.name + '=' + messages[loop.index0 + i].content + ']' }}"
     "{% endfor %}{% endif %}{% endfor %}" + ASKED
 )
+LOOP = "{% for m in messages %}{{ '<' + m.role + '>' + m.content }}{% endfor %}"
+MEASURED = [  # templates that see what their loops have written
+    "{% set x %}" + LOOP + "{% endset %}{{ x | length }}{{ x }}",
+    "{% macro f() %}" + LOOP + "{% endmacro %}{{ f() | length }}{{ f() }}",
+    "{% macro f() %}{{ caller() | length }}{{ caller() }}{% endmacro %}{% call f() %}" + LOOP + "{% endcall %}",
+    "{% filter replace('\ufdd2', '!') %}" + LOOP + "{% endfilter %}",
+    "{% block b %}" + LOOP + "{% endblock %}{{ self.b() | length }}",
+    "{{ '\ufdd2' }}" + LOOP,
+]
 REFUSED = [  # template, talk, a word of the fault
+    *((source + ASKED, "one turn", "located") for source in MEASURED),
     ("{% for m in messages %}{{ m.content }}{% endfor %}{{ raise_exception('no') }}", "one turn", "no"),
     ("{{ messages[0].content }}", "one turn", "message 1"),
     ("{% for m in messages %}{% if m.role != 'user' %}{{ m.content }}{% endif %}{% endfor %}", "one turn", "message 0"),
