@@ -171,6 +171,8 @@ def make(o: Options, begun: Snapshot | None = None, by_rule: bool = False) -> Jo
         raise InputError(f"--resume {o.out}: {at}. Give more: --max-steps or --epochs.")
     files, limits = files_of(o, opened, work), planner.limits_for(work.sequences)
     with clock.at("probe"):
+        if not assumed:
+            screen.show("probe    measuring this machine")
         machine = assumed or this_machine(device, planner.dtype, limits, stores, opened.cfg.fp8, opened.cfg.scan)
         if group.hosts > 1:
             machine = replace(machine, rates=replace(machine.rates, net=group.speed()))  # type: ignore[attr-defined]

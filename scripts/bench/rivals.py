@@ -30,6 +30,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
+import random_model
 import torch
 from ceilings import forget_peaks
 from model_inputs import shaped
@@ -92,32 +93,20 @@ def with_peft(model, rank: int):
     return get_peft_model(model, LoraConfig(r=rank, lora_alpha=2 * rank, target_modules="all-linear"))
 
 
-def unsloth_model(cfg, a, device: torch.device):
+def unsloth_model(cfg, a):
     """unsloth's LLaMA with its adapters on every linear layer of the blocks."""
     os.environ |= {"HF_HUB_OFFLINE": "1", "UNSLOTH_DISABLE_STATISTICS": "1"}
     from unsloth import FastLanguageModel  # before transformers, which it changes
 
     folder = Path(a.store) / f"{a.model}-{len(cfg.layers)}"
     if not (folder / "tokenizer.json").exists():
-        save_random(cfg, device, folder)
-        forget_peaks(device)
+        random_model.write(a.model, folder, len(cfg.layers))
     model, _ = FastLanguageModel.from_pretrained(
         model_name=str(folder), max_seq_length=a.seq, dtype=torch.bfloat16, load_in_4bit=a.base == "nf4"
     )
     layers = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     options = dict(r=a.lora, lora_alpha=2 * a.lora, lora_dropout=0, bias="none", target_modules=layers)
     return FastLanguageModel.get_peft_model(model, **options, use_gradient_checkpointing="unsloth", random_state=0)
-
-
-def save_random(cfg, device: torch.device, folder: Path) -> None:
-    """A checkpoint of random weights; its tokenizer, which no step uses, knows four words."""
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast
-
-    transformers_model(cfg, device, liger=False).save_pretrained(folder)
-    names = ("unk_token", "bos_token", "eos_token", "pad_token")
-    words = Tokenizer(models.WordLevel({name: id for id, name in enumerate(names)}, unk_token=names[0]))
-    PreTrainedTokenizerFast(tokenizer_object=words, **{name: name for name in names}).save_pretrained(folder)
 
 
 def torch_rival(model, a):
@@ -272,7 +261,7 @@ def run_rival(a) -> dict:
     if a.gpu_memory:
         torch.cuda.set_per_process_memory_fraction(a.gpu_memory / torch.cuda.get_device_properties(0).total_memory)
     if a.rival == "unsloth":
-        model = unsloth_model(cfg, a, device)
+        model = unsloth_model(cfg, a)
         blocks = model.get_base_model().model.layers
     else:
         model = transformers_model(

@@ -1,4 +1,4 @@
-"""python scripts/dev/random_model.py SHAPE FOLDER [LAYERS]: random weights of a published shape, laid out as released.
+"""python scripts/bench/random_model.py SHAPE FOLDER [LAYERS]: random weights of a published shape, as it is released.
 
 For trying the command on files of real sizes: names, dtypes and packed parts as released, a shard for each layer, and a
 tokenizer of bytes. LAYERS: the first so many of the model.
@@ -20,6 +20,8 @@ from trireme.engine.tuning.chosen import adapted, targets
 from trireme.models.config import Lora, parse_config
 
 DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32, "F8_E4M3": torch.float8_e4m3fn, "U8": torch.uint8}
+
+CLASS = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>"}
 
 
 def values(name: str, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
@@ -44,7 +46,8 @@ def tokenizer() -> Tokenizer:
     return made
 
 
-def main(shape: str, folder: Path, layers: int) -> None:
+def write(shape: str, folder: Path, layers: int = 0) -> None:
+    """Writes the checkpoint; layers: 0 for all."""
     config = dict(sizes._tables()[0][shape])
     config["num_hidden_layers"] = layers or config["num_hidden_layers"]
     cfg = parse_config(config)
@@ -57,9 +60,9 @@ def main(shape: str, folder: Path, layers: int) -> None:
         shards |= {t.name: file for t in layout.tensors}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": shards}))
     (folder / "config.json").write_text(json.dumps(config | {"eos_token_id": 256}, indent=1))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"eos_token": "<eos>"}))
+    (folder / "tokenizer_config.json").write_text(json.dumps(CLASS))
     tokenizer().save(str(folder / "tokenizer.json"))
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], Path(sys.argv[2]), int((sys.argv[3:] or ["0"])[0]))
+    write(sys.argv[1], Path(sys.argv[2]), *map(int, sys.argv[3:]))
