@@ -6,7 +6,7 @@ import csv
 import io
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
@@ -80,8 +80,13 @@ def _opened(pyarrow: Any, file: BinaryIO, arrow: bool) -> tuple[Any, Any]:
     else:
         file.seek(0)
         blocks = table = pyarrow.ipc.open_stream(file)
-    parts = lambda block: (block.slice(at, _BATCH) for at in range(0, block.num_rows, _BATCH))
-    return table.schema, lambda names: chain.from_iterable(parts(block.select(names)) for block in blocks)
+
+    def parts(names: Sequence[str]) -> Iterator[Any]:
+        for block in blocks:
+            block.validate(full=True)  # offsets of a damaged file point anywhere
+            yield from (block.select(names).slice(at, _BATCH) for at in range(0, block.num_rows, _BATCH))
+
+    return table.schema, parts
 
 
 def class_names(path: Path, column: str) -> tuple[str, ...]:

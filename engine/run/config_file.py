@@ -124,6 +124,11 @@ MEANINGS: dict[str, dict[str, dict[str, Any]]] = {
     "report_to": {"none": {}}, "val_set_size val_size": {"0": {}, "0.0": {}},
     "do_train gradient_checkpointing flash_attention": {"true": {}},  # as it is here
 }
+IDLE = """
+    dataloader_num_workers dataset_dir dataset_num_proc ddp_timeout eval_strategy flash_attn logging_dir logging_steps
+    overwrite_cache overwrite_output_dir per_device_eval_batch_size plot_loss preprocessing_num_workers
+    remove_unused_columns run_name save_strategy special_tokens tf32 trust_remote_code wandb_project
+"""  # keys that change nothing that is trained
 # fmt: on
 FIELD_OF: dict[str, str] = {alias: name for name, names in NAMES.items() for alias in names.split()}
 
@@ -133,6 +138,7 @@ def translated(values: Mapping[str, Any], ours: Mapping[str, Any] | None = None,
     for nothing. `ours`: values of our options besides. Raises InputError if an option is named twice.
     """
     left = {key.replace("-", "_"): value for key, value in values.items() if value not in (None, [], {})}
+    left = {key: value for key, value in left.items() if key not in IDLE.split()}
     named, implied = dict[str, Any](ours or {}), dict[str, Any]()
     sizes = [key for key in ("per_device_train_batch_size", "micro_batch_size") if str(left.get(key)).isdecimal()]
     if sizes and str(left.get("gradient_accumulation_steps")).isdecimal():

@@ -388,11 +388,13 @@ def files_of(o: Options, opened: opening.Opened, work: Work) -> Files:
 
 
 def check_room(job: Job) -> None:
-    """Raises DoesNotFit if a drive has no space for what the run must write: its output, and state if steps write it.
-    Of that a snapshot has links.
+    """Raises DoesNotFit if a drive has no space for what the run must write: its output, state that steps write, of
+    which a snapshot has links, and a first snapshot that is certain to be made.
     """
     part, stores, on_ssd = job.forecast.disk_parts(), folder.stores(job.options), job.plan.uses("ssd")
-    state = on_ssd * (part["store"] + part["spares"] + part["scratch"] + part["frozen"])
+    often = job.options.save_every  # after minutes there may be space
+    certain = on_ssd or (not often.seconds and job.plan.hosts == 1 and often.times(0, job.total_steps))
+    state = part["store"] * bool(certain) + on_ssd * (part["spares"] + part["scratch"] + part["frozen"])
     wanted = [(job.out, part["export"] + part["best"] + part["apart"]), *((d, state // len(stores)) for d in stores)]
     if isinstance(job.source, Cached) and not job.source.is_made():
         wanted.append((stores[0], job.source.file_bytes))

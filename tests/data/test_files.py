@@ -26,11 +26,14 @@ def zst(content):
     return b"".join(bytes(pyarrow.compress(part, "zstd", asbytes=True)) for part in (content[:half], content[half:]))
 
 
-PACKED = {
-    "": bytes,
-    ".gz": gzip.compress,
-    ".zst": zst,
-}
+def in_arrow():
+    table, content = pyarrow.Table.from_pylist(AB), pyarrow.BufferOutputStream()
+    with pyarrow.ipc.new_stream(content, table.schema) as stream:
+        stream.write_table(table)
+    return content.getvalue().to_pybytes()
+
+
+PACKED = {"": bytes, ".gz": gzip.compress, ".zst": zst}
 TABLE = [  # name, bytes, rows (None: a bad one) or a word of the fault
     ("a.jsonl", LINES, AB),
     ("a.ndjson", b"\xef\xbb\xbf" + LINES + b"\n\n\xef\xbb\xbf" + LINES, AB * 2),
@@ -77,6 +80,7 @@ TABLE = [  # name, bytes, rows (None: a bad one) or a word of the fault
     ("a.jsonl", b"GGUF\3\0\0\0", "GGUF"),
     ("a.parquet", b"PAR1PAR1", "Parquet"),
     ("a.arrow", b"ARROW1\0\0", "complete"),
+    ("a.arrow", in_arrow().replace(bytes([1, 0, 0, 0, 2, 0, 0, 0]), b"\1\0\0\0\0\0\0\x7f"), "a.arrow"),
     ("a.jsonl", b"version https://git-lfs.github.com/spec/v1\n", "lfs"),
     ("a.jsonl", b"", "empty"),
     ("a.docx", b"x", "unknown kind"),
@@ -111,8 +115,7 @@ def test_the_same_rows_from_every_kind_of_file(tmp_path, kind, packing):
     if kind == ".parquet":
         parquet.write_table(table, whole)
     elif kind == ".arrow":
-        with pyarrow.ipc.new_stream(str(whole), table.schema) as stream:
-            stream.write_table(table)
+        whole.write_bytes(in_arrow())
     else:
         text = {".csv": "text\na\nb\n", ".tsv": "text\na\nb\n", ".txt": "a\n<|endoftext|>\nb"}.get(kind)
         whole.write_bytes(text.encode() if text else json.dumps(AB).encode() if kind == ".json" else LINES)

@@ -237,7 +237,7 @@ def test_the_command_line_takes_the_same_names(words, expected):
 @pytest.mark.parametrize(("key", "value"), [
     ("optimizer", "lion"), ("cosine_min_lr_ratio", 0.0), ("fp16", True), ("dora", True), ("unheard_of", 3),
     ("train_on_inputs", True), ("loss_type", "focal"), ("quantization_bit", 3), ("lr_scheduler_type", "step"),
-    ("datasets", [dict(path="a.jsonl")]), ("logging_steps", 10),
+    ("datasets", [dict(path="a.jsonl")]), ("mixed_precision", "no"),
 ])  # fmt: skip
 def test_what_is_not_known_is_refused_by_its_name(key, value, tmp_path):
     path = tmp_path / "other.yaml"
