@@ -192,6 +192,7 @@ def compare(a: Inputs, delta: bool, lengths, device: str, dtype: torch.dtype) ->
 
 
 @pytest.mark.full
+@pytest.mark.turns
 @pytest.mark.grid
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("form", ["delta", "plain, odd widths"])
