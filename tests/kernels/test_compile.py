@@ -28,13 +28,13 @@ def _compile(*options: str) -> list[dict]:
 
 @pytest.mark.full
 def test_each_kernel_fits_an_rtx_40():
-    """One launch of it; a GPU's tests compile all, for more chips."""
+    """One launch of it; those marked `chips` compile all, for more of them."""
     kernels = _compile("89", "--first")
     assert {"_attention_fwd", "_loss", "_norm_fwd", "_grouped_mm", "_quantize"} <= {k["name"] for k in kernels}
     assert not any(kernel["stack"] for kernel in kernels)
 
 
-@pytest.mark.gpu
+@pytest.mark.chips
 def test_each_chip_has_the_memory_of_its_tiles():
     """Of chips and number formats whose launches are not compiled in full; `--all --memory` takes every launch."""
     kernels = _compile("--memory")
@@ -45,7 +45,7 @@ def test_each_chip_has_the_memory_of_its_tiles():
     }  # 86: in fp32  # fmt: skip
 
 
-@pytest.mark.gpu
+@pytest.mark.chips
 def test_kernels_fit_ada():
     kernels = _compile("89")
     assert len(kernels) > 30
@@ -55,7 +55,7 @@ def test_kernels_fit_ada():
         assert kernel["widest"] == 16 or kernel["name"] in NARROW or neighbours, kernel
 
 
-@pytest.mark.gpu
+@pytest.mark.chips
 def test_kernels_of_an_rtx_50():
     """fp8 has the full rate by the instruction with block scales; heads of 64 and rows of logits do not spill."""
     kernels = _compile("120")
@@ -67,7 +67,7 @@ def test_kernels_of_an_rtx_50():
         assert kernel["widest"] == 16, kernel
 
 
-@pytest.mark.gpu
+@pytest.mark.chips
 def test_products_use_hopper():
     kernels = _compile("90")
     assert {"fwd_kernel", "dq_kernel", "dkv_kernel", "_grouped_mm", "add_kernel"} <= {
