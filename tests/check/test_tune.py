@@ -136,7 +136,7 @@ def test_tuning_this_gpu_keeps_settings_that_a_run_can_use(monkeypatch, tmp_path
     monkeypatch.chdir(tmp_path)
     device = torch.device("cuda", torch.cuda.current_device())
     said = []
-    rows = check.check({}, tmp_path / "report.json", said.append, tuning=True)
+    rows = check.check({}, said.append, tuning=True)
     assert [row.what for row in rows if row.part == "tune"] == [*tried(launch.chip(device)), "settings"]
     found = {row.what for row in rows if row.part == "tune" and row.numbers.get("gain", 1.0) > 1.0}
     assert tuned.stored(device).keys() == found
