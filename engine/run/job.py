@@ -174,6 +174,7 @@ def make(o: Options, begun: Snapshot | None = None, by_rule: bool = False) -> Jo
         if not assumed:
             screen.show("probe    measuring this machine")
         machine = assumed or this_machine(device, planner.dtype, limits, stores, opened.cfg.fp8, opened.cfg.scan)
+        screen.clear()
         if group.hosts > 1:
             machine = replace(machine, rates=replace(machine.rates, net=group.speed()))  # type: ignore[attr-defined]
     with clock.at("plan"):
