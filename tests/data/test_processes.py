@@ -108,6 +108,7 @@ print(codec.decode([68]), codec.submit(__import__("tests_pid").pid).result(), fl
 """
 
 
+@pytest.mark.full
 def test_a_script_without_a_guard_is_run_once_and_its_processes_end_with_it(tmp_path):
     make_tokenizer(tmp_path)
     (tmp_path / "tests_pid.py").write_text("import os\ndef pid(_): return os.getpid()\n")

@@ -38,6 +38,7 @@ def test_equal_plans_and_models_have_one_hash():
     assert hash(replace(SMALL, layers=SMALL.layers[:7])) != hash(replace(SMALL)) == hash(SMALL)
 
 
+@pytest.mark.full
 @settings(max_examples=10, deadline=None)
 @given(st.integers(1, 300), st.integers(1, 300), st.sampled_from(("forward", "backward")), st.sampled_from((32, 8)))
 def test_a_plan_fits_or_is_refused_with_the_way_out(gpu, ram, mode, bits):

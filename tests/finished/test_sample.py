@@ -128,6 +128,7 @@ def talk(said, monkeypatch, lines: str, *options: str) -> tuple[str, str]:
     return said("sample", "model", "--chat", "--max-new-tokens", NEW, *options)
 
 
+@pytest.mark.full
 def test_a_conversation_remembers_and_begins_anew(here, said, monkeypatch):
     """/help and /quit are not sent to the model; an empty line ends it, too."""
     once, _ = talk(said, monkeypatch, "Hi\n")

@@ -479,6 +479,7 @@ def test_what_a_killed_compiler_leaves_is_removed_by_the_next(fresh, monkeypatch
     assert not list((tmp_path / "tmp").glob("cc*"))
 
 
+@pytest.mark.full
 def test_what_a_compiler_that_does_not_end_has_started_ends_with_it(fresh, monkeypatch, tmp_path):
     monkeypatch.setattr(host_adamw, "PATIENCE", 1)
     monkeypatch.setenv("CXX", str(compiler(tmp_path, f"sleep 60 & echo $! > {tmp_path}/pid; wait")))

@@ -55,6 +55,7 @@ def check_errors(model_type, keys):
     return relative(found[0], exact[0])
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("name", [name for name in FAMILIES if "moe" not in name])  # a choice of experts is no matmul
 def test_gradients_of_a_block_are_within_the_error_of_the_format(name):
     assert check_errors(*FAMILIES[name]) > EPSILON / 4
@@ -84,6 +85,7 @@ def test_products_that_the_hardware_has_not_stay_in_bf16():
 MIXTURE = KEYS | dict(num_experts=4, num_experts_per_tok=4, moe_intermediate_size=32, decoder_sparse_step=1)
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("few_rows_in_fp8")
 @pytest.mark.parametrize("bias", [False, True])
 def test_products_of_experts_are_within_the_error_of_the_format(bias):

@@ -91,6 +91,7 @@ def test_a_run_that_stops_before_its_first_snapshot_leaves_nothing_or_begins_aga
     assert len(losses(tmp_path / "out")) == 6
 
 
+@pytest.mark.full
 def test_the_best_is_of_the_lowest_evaluation(checkpoint, tmp_path):
     """At this rate the loss rises after a few steps."""
     more = dict(val="0.2", export="best", schedule="constant", batch_size=2, lr=0.1)
@@ -169,6 +170,7 @@ def test_other_data_and_another_model_are_refused(stopped_run, checkpoint, tmp_p
         train(replace(stopped_run, resume=stopped_run.out, model=str(model)))
 
 
+@pytest.mark.full
 def test_a_moved_run_goes_on(stopped_run, uninterrupted, tmp_path):
     moved = tmp_path / "moved"
     shutil.copytree(stopped_run.out, moved)

@@ -45,7 +45,7 @@ def written(folder: Path, change=lambda cfg: cfg) -> Path:
 
 
 @pytest.mark.grid
-@pytest.mark.parametrize(("form", "trained"), [("modelopt", True), ("fp8", True), ("modelopt", False)])
+@pytest.mark.parametrize(("form", "trained"), [("fp8", True), ("modelopt", True), ("modelopt", False)])
 def test_files_about_a_packing_go_where_it_is_decoded(form, trained, tmp_path):
     """And config.json has the dtype of what is written."""
     for name in ("in", "plain"):

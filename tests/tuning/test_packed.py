@@ -84,6 +84,7 @@ def test_adapters_are_trained_as_on_its_copy_in_bf16(made, form, tmp_path):
         assert packed < 0.8 * wide
 
 
+@pytest.mark.full
 @EVERY
 def test_all_is_trained_from_exact_masters_and_written_in_bf16(made, form, tmp_path):
     (folder, plain, decoded), exact = made(form), FORMATS[form].exact
@@ -177,6 +178,7 @@ def test_shards_with_parts_in_two_files_are_written_in_bf16(made, tmp_path):
     assert all(torch.equal(opener[name], values.bfloat16()) for name, values in decoded.items())
 
 
+@pytest.mark.full
 def test_in_fp32_nothing_is_rounded_to_bf16(made, tmp_path):
     """Nor what is decoded as it is read: q, k and v of a layer where one of them is not packed."""
     folder, plain, decoded = made("fp8, one in bf16")
