@@ -160,7 +160,7 @@ def with_reference(run: Training, stopped: Stopped) -> None:
         return
     data = [job.data, *([job.data.held_out] if job.data.held_out else [])]
     total = sum(len(part.pieces) for part in data)
-    if not run.begun:
+    if not run.snapshot:
         began = time.monotonic()
         with screen.clock().at("reference"), run.watched("the reference"):
             logps = run.evaluator.logps(data, stopped)
@@ -182,7 +182,7 @@ def with_reference(run: Training, stopped: Stopped) -> None:
 # ---------------------------------------------------------------- a teacher
 
 
-def with_teacher(job: Job, place: folder.Folder, begun: Snapshot | None) -> Job:
+def with_teacher(job: Job, place: folder.Folder, snapshot: Snapshot | None) -> Job:
     """The job with the teacher's rows in its data; a checkpoint scores the data first, into .run/teacher. A pass that
     was killed goes on. Raises InputError, CheckpointError, DoesNotFit, StoreError.
     """
@@ -194,13 +194,13 @@ def with_teacher(job: Job, place: folder.Folder, begun: Snapshot | None) -> Job:
     with screen.clock().at("reference"):
         if not is_scores(scores):
             scores = place.run / "teacher"
-            if not begun:
+            if not snapshot:
                 from trireme.engine.run.after import score  # late: it imports this folder's modules
 
                 score.write(scores, Path(teacher), sources, teaching.k, job.cfg.vocab, job.options)
         read = [taught(data) for data in sources.values()]
     data = replace(read[0], held_out=held and read[-1])
-    if begun and data.teacher and begun.fixed.teacher not in ("", data.teacher.key):
+    if snapshot and data.teacher and snapshot.fixed.teacher not in ("", data.teacher.key):
         changed = f"the teacher {teacher} is not what the run began with"
         raise InputError(f"--resume {job.out}: {changed}. Restore it, or start again.")
     return replace(job, read=data)

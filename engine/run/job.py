@@ -123,22 +123,22 @@ class Job:
     def forecast(self) -> Forecast:
         return Forecast(self.cfg, self.plan, self.machine, self.limits, self.work, self.files)
 
-    def fixed(self, begun: Snapshot | None) -> Fixed:
+    def fixed(self, snapshot: Snapshot | None) -> Fixed:
         """What a resumed run keeps of this one; checksums of files are those that it began with."""
         o, same = self.options, (*identity(self.cfg, self.source), fingerprint(self.data), self.date)
-        files = dict(begun.fixed.base) if begun else {}
+        files = dict(snapshot.fixed.base) if snapshot else {}
         teacher, launches = self.data.teacher.key if self.data.teacher else "", tuned.digest(self.launches)
         return Fixed(self.plan, o.batch_size, self.rows, o.seq_len or 0, *same, launches, files, teacher)
 
 
-def make(o: Options, begun: Snapshot | None = None, by_rule: bool = False) -> Job:
-    """Reads and checks what the options name, and makes the plan. `begun`: the snapshot that it goes on from.
+def make(o: Options, snapshot: Snapshot | None = None, by_rule: bool = False) -> Job:
+    """Reads and checks what the options name, and makes the plan. `snapshot`: the snapshot that it goes on from.
     `by_rule`: the plan is not searched for, which takes seconds.
 
     With several hosts all call it, and get the same plan. Raises InputError, CheckpointError, DoesNotFit.
     """
-    fixed, clock, group = begun.fixed if begun else None, screen.clock(), here()
-    check_options(o, begun)
+    fixed, clock, group = snapshot.fixed if snapshot else None, screen.clock(), here()
+    check_options(o, snapshot)
     today = fixed.date if fixed else group.texts(date.today().isoformat())[0]
     with clock.at("headers"):
         opened = opening.open_model(o, today)
@@ -159,15 +159,15 @@ def make(o: Options, begun: Snapshot | None = None, by_rule: bool = False) -> Jo
         data = read_data(o, opened)
     opened = opening.in_wording(o, opened, data)
     if data:
-        if begun and fingerprint(data) != begun.fixed.data:
+        if snapshot and fingerprint(data) != snapshot.fixed.data:
             what = "--data, --val, --general or how they are tokenized"
             raise InputError(f"--resume {o.out}: {what} is not what the run began with. Restore it.")
         ram = limits.ram - tables_of(o, data, room, opened.cfg)
         planner = replace(planner, limits=replace(limits, ram=max(0, ram)))
     o, work = with_work(o, data, room)
     stores = folder.stores(o)
-    if begun and work.steps < begun.progress.step:
-        at = f"the run is at step {begun.progress.step:,}"
+    if snapshot and work.steps < snapshot.progress.step:
+        at = f"the run is at step {snapshot.progress.step:,}"
         raise InputError(f"--resume {o.out}: {at}. Give more: --max-steps or --epochs.")
     files, limits = files_of(o, opened, work), planner.limits_for(work.sequences)
     with clock.at("probe"):
@@ -186,13 +186,13 @@ def make(o: Options, begun: Snapshot | None = None, by_rule: bool = False) -> Jo
     o = in_force(o, opened.cfg, plan)
     job = Job(o, opened, data, device, plan, limits, machine, work, files, today, launches)
     if data and group.hosts > 1:
-        fixed = job.fixed(begun)
+        fixed = job.fixed(snapshot)
         read = {"--data": fixed.data, "config.json": fixed.config, "tensors": fixed.tensors}
         group.agree("data and checkpoints", read, "Copy host 0's")
     return job
 
 
-def check_options(o: Options, begun: Snapshot | None) -> None:
+def check_options(o: Options, snapshot: Snapshot | None) -> None:
     """Raises InputError for options that do not go together, or that a resumed run cannot change."""
     o.check()
     stores = {Path(d).resolve() for d in o.store}
@@ -208,8 +208,8 @@ def check_options(o: Options, begun: Snapshot | None) -> None:
         (len(o.betas) != 2, "--betas takes two numbers."),
         (o.teacher and here().hosts > 1, "--teacher: runs with one are on one host. Start it without torchrun."),
     ]
-    now, before = (config_file.saved(o), begun.options) if begun else ({}, {})
-    for name, f in config_file.FIELDS.items() if begun else ():
+    now, before = (config_file.saved(o), snapshot.options) if snapshot else ({}, {})
+    for name, f in config_file.FIELDS.items() if snapshot else ():
         was = before.get(name)
         is_other = "run" in f.metadata["kind"] and now[name] not in (None, [], was)
         table.append((is_other, f"{flag(name)} {now.get(name)}: the run began with {was or 'none'}. Leave it out."))

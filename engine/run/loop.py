@@ -81,19 +81,19 @@ def train(options: Options, others: Sequence[Tracker] = ()) -> Path:
         return out
     with folder.opened(options) as place:
         with screen.clock().at("headers"):
-            begun = snapshot_of(place, options) if options.resume else None
+            snapshot = snapshot_of(place, options) if options.resume else None
         if options.dry_run:
-            report.prepared(options, begun)
+            report.prepared(options, snapshot)
             return out
         own = trackers(options, place.state.id)  # before anything takes time
-        job, lines = report.prepared(options, begun)
-        if place.state.kept and begun and job.total_steps <= begun.progress.step:
-            done = f"the run is finished at step {begun.progress.step:,}"
+        job, lines = report.prepared(options, snapshot)
+        if place.state.kept and snapshot and job.total_steps <= snapshot.progress.step:
+            done = f"the run is finished at step {snapshot.progress.step:,}"
             raise InputError(f"--resume {out}: {done}. To go on, give more: --epochs N or --max-steps N.")
         place.write_config(job.options)
-        job = with_teacher(job, place, begun)
+        job = with_teacher(job, place, snapshot)
         screen.forgive()
-        Run(Training(job, place, begun), [*others, *own], lines).go()
+        Run(Training(job, place, snapshot), [*others, *own], lines).go()
     return out
 
 
@@ -169,19 +169,19 @@ class Run:
 
     def load(self) -> None:
         """Loads the engine. A signal takes effect between two pieces, when no request to a drive is in flight."""
-        training, begun, stopped = self.training, self.training.begun, lambda: self.stop.asked
+        training, snapshot, stopped = self.training, self.training.snapshot, lambda: self.stop.asked
         best, is_there = self.place.best(self.done.best_step), self.place.holds_best
-        if begun and self.job.options.export == "best" and here().first(not is_there(self.done.best_step)):
+        if snapshot and self.job.options.export == "best" and here().first(not is_there(self.done.best_step)):
             way = "Restore them from a copy, or let the last weights be the output: --export last"
             raise InputError(f"--resume {self.place.out}: the best weights are not whole in {best}. {way}.")
         with screen.clock().at("load"), training.watched("loading"):
             training.build(stopped)
-            training.load_snapshot(stopped) if begun else training.load_checkpoint(stopped)
+            training.load_snapshot(stopped) if snapshot else training.load_checkpoint(stopped)
             with_reference(training, stopped)
         if stopped():
             raise KeyboardInterrupt
         self.stop.loading = False
-        if begun:
+        if snapshot:
             screen.say(f"resumed at step {self.done.step:,}")
 
     def steps(self, ahead: Ahead[int, list[InRam]]) -> None:
@@ -213,7 +213,7 @@ class Run:
     def step(self, ahead: Ahead[int, list[InRam]]) -> None:
         job, done, training, group = self.job, self.done, self.training, here()
         queues, number, began = training.queues, done.step + 1, time.perf_counter()
-        self.stop.begun, moved = number, queues.moved.copy()
+        self.stop.step, moved = number, queues.moved.copy()
         queues.tracing = number == self.warm or done.step % BOUND_EVERY == 0
         o, total = job.options, job.total_steps
         rate = learning_rate(number, total, o.lr or 0.0, o.schedule, o.warmup_steps(total))

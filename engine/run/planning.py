@@ -113,20 +113,20 @@ class Planner:
         if first.uses("ssd") and not o.assume:
             with screen.clock().at("probe"):  # anew for a resumed run: drives change
                 machine = with_drives(machine, stores, anew=self.fixed is not None)
-        begun = self.fixed.plan if self.fixed else None
-        if begun and (begun.mode != first.mode or not begun.runs_on_cuda):
-            begun = None
-        return choose(self.cfg, limits, machine.rates, wanted, begun).plan, machine
+        before = self.fixed.plan if self.fixed else None
+        if before and (before.mode != first.mode or not before.runs_on_cuda):
+            before = None
+        return choose(self.cfg, limits, machine.rates, wanted, before).plan, machine
 
     def wanted(self, sequences: int) -> Wanted:
         """What a plan is wanted for, with steps of `sequences`. Raises InputError."""
-        o, gpus, hosts, begun = self.options, self.limits.gpus, here().hosts, self.fixed.plan if self.fixed else None
+        o, gpus, hosts, before = self.options, self.limits.gpus, here().hosts, self.fixed.plan if self.fixed else None
         sequences = math.ceil(sequences / hosts)  # of each
-        mode = self._mode or (begun.mode if begun else "backward")
-        if begun:
-            halves = all_cuts(self.cfg, gpus == hosts == 1, (begun.halves,))
-            size, same = (begun.tokens, begun.n_micro), (begun.record, begun.adam_bits)
-            return Wanted((size,), begun.dtype, mode, *same, cuts=halves, on_cuda=self.on_cuda, gpus=gpus, hosts=hosts)
+        mode = self._mode or (before.mode if before else "backward")
+        if before:
+            halves = all_cuts(self.cfg, gpus == hosts == 1, (before.halves,))
+            size, same = (before.tokens, before.n_micro), (before.record, before.adam_bits)
+            return Wanted((size,), before.dtype, mode, *same, cuts=halves, on_cuda=self.on_cuda, gpus=gpus, hosts=hosts)
         most = max(1, MICRO_TOKENS[self.on_cuda] // self.room)
         if gpus > 1:
             most = max(1, min(most, sequences // gpus))  # fewer micro-batches would leave GPUs idle

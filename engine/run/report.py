@@ -205,20 +205,20 @@ def figures(job: Job) -> dict[str, Any]:
     return known | (timed if job.on_gpu else dict.fromkeys(timed))
 
 
-def prepared(o: Options, begun: Snapshot | None) -> tuple[Job, list[str]]:
+def prepared(o: Options, snapshot: Snapshot | None) -> tuple[Job, list[str]]:
     """The job, and the lines of its report, which it prints. If it does not fit, the error offers what would."""
     try:
-        job = make(o, begun)
-        if begun:
-            for line in config_file.changes(job.options, begun.options):
-                screen.say(f"changed  {line} at step {begun.progress.step:,}")
-            if begun.computed_by != (now := computed_by(job.device)):
-                screen.say(f"changed  {now}, was {begun.computed_by}: it may round differently")
+        job = make(o, snapshot)
+        if snapshot:
+            for line in config_file.changes(job.options, snapshot.options):
+                screen.say(f"changed  {line} at step {snapshot.progress.step:,}")
+            if snapshot.computed_by != (now := computed_by(job.device)):
+                screen.say(f"changed  {now}, was {snapshot.computed_by}: it may round differently")
         with screen.clock().at("plan"):
             report = list(lines(job))
         for line in report:
             screen.say(line)
-        if not (begun or o.assume or o.dry_run):
+        if not (snapshot or o.assume or o.dry_run):
             check_room(job)
         return job, report
     except DoesNotFit as error:

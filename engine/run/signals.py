@@ -26,7 +26,7 @@ class Stop:
     """A request to stop after the step that has begun."""
 
     def __init__(self, step: int, total: int):
-        self.begun, self.last, self.total = step, total, total  # the step that is done now; the last one to do
+        self.step, self.last, self.total = step, total, total  # the step that is done now; the last one to do
         self.asked, self.loading = False, True
 
     @property
@@ -37,14 +37,14 @@ class Stop:
     def ask(self, number: int) -> None:
         """Handles the first signal. Several hosts go on until they agree."""
         self.asked = True
-        self.last = self.begun if here().hosts == 1 else self.last
-        what = "leaving" if self.loading else f"finishing step {self.begun:,} and saving"
+        self.last = self.step if here().hosts == 1 else self.last
+        what = "leaving" if self.loading else f"finishing step {self.step:,} and saving"
         screen.urgent(f"\n  {what}{'' if number in NOTICES else '; again: exit immediately'}")
 
     def agree(self) -> None:
         """To be called by all hosts after each step."""
         if here().any(self.asked):
-            self.last = self.begun
+            self.last = self.step
 
 
 class Handler:

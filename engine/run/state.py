@@ -80,15 +80,15 @@ def snapshot_of(folder: Folder, options: Options) -> Snapshot | None:
 class Training:
     """A job with its engine."""
 
-    def __init__(self, job: Job, folder: Folder, begun: Snapshot | None):
-        self.job, self.folder, self.begun, o = job, folder, begun, job.options
-        self.progress = replace(begun.progress) if begun else Progress()
-        if o.eval_tokens or not begun:  # else evaluations stay comparable
+    def __init__(self, job: Job, folder: Folder, snapshot: Snapshot | None):
+        self.job, self.folder, self.snapshot, o = job, folder, snapshot, job.options
+        self.progress = replace(snapshot.progress) if snapshot else Progress()
+        if o.eval_tokens or not snapshot:  # else evaluations stay comparable
             self.progress.eval_rows = job.eval_rows
         if folder.store is None:
             speeds, run = drive_speeds(folder.stores), folder.state.id
             folder.store = Store.create(folder.stores, o.keep, job.source.auxiliary, speeds, screen.warn, run)
-        self.store, self.fixed = folder.store, job.fixed(begun)
+        self.store, self.fixed = folder.store, job.fixed(snapshot)
         self.queues = RealQueues(job.device, gpus=job.plan.gpus, hosts=job.plan.hosts)
         self.queues.failed = here().failed  # where this thread waits for a host that waits for a queue
         self._stamps = stamps(job.source) if job.cfg.frozen else {}
@@ -154,7 +154,7 @@ class Training:
         if reason := host_adamw.why_slow():
             screen.warn(f"AdamW runs in torch on the CPU, several times slower: {reason}")
         e.placement.space.claim(self.store.devices)
-        if self.begun is None:
+        if self.snapshot is None:
             self.store.clear()
             for shard in e.placement.shards():
                 self.store.add(shard.name, shard.layout, weights=shard.entry.kind == "weights")
