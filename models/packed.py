@@ -64,16 +64,16 @@ def whole(packing: Packing | None, name: str, views: Mapping[str, Tensor]) -> Te
 
 def decoded(packing: Packing, parts: Sequence[Stored], shape: tuple[int, ...], dtype: str) -> np.ndarray:
     """A decoded matrix of this shape, flat, in dtype F32, or BF16 as uint16."""
-    flat = decoded_on(torch.device("cpu"), packing, parts, shape, DTYPE[dtype]).flatten()
+    flat = decoded_on(torch.device("cpu"), packing, parts, shape, dtype).flatten()
     return flat.view(torch.int16).numpy().view(np.uint16) if dtype == "BF16" else flat.numpy()
 
 
 def decoded_on(
-    device: torch.device, packing: Packing, parts: Sequence[Stored], shape: tuple[int, ...], dtype: torch.dtype
+    device: torch.device, packing: Packing, parts: Sequence[Stored], shape: tuple[int, ...], dtype: str
 ) -> Tensor:
-    """A matrix of this shape, decoded on a device."""
+    """A matrix of this shape, decoded on a device in dtype F32 or BF16."""
     tensors = [torch.from_numpy(raw).view(DTYPE.get(kind, torch.uint8)).view(own) for raw, kind, own in parts]
-    return decode(packing, [t.to(device) for t in tensors], torch.empty(shape, dtype=dtype, device=device))
+    return decode(packing, [t.to(device) for t in tensors], torch.empty(shape, dtype=DTYPE[dtype], device=device))
 
 
 def damage(packing: Packing, part: Part, values: np.ndarray) -> str:

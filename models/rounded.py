@@ -52,8 +52,8 @@ def decode_sum(
 
     if packing.exact and into.device.type != "cpu":  # `into` holds the decoded numbers: all are rounded in place
         decode(packing, parts, into)
-        launched(packing, into, Adapters(by_row, by_column, scale, per_expert, shape[0]), extent, into)
-        return result
+        if launched(packing, into, Adapters(by_row, by_column, scale, per_expert, shape[0]), extent, into):
+            return result
     strips = list(_strips(packing, len(a), per_expert, shape))
     for at in strips if needs_extent(packing) else ():
         x, adapters = read(at)

@@ -113,15 +113,13 @@ class Packed(Source):
         """Rows [first, last) of a matrix from the first of a block on, or of experts one after another, decoded on a
         device in fp32. Raises CheckpointError.
         """
-        import torch
-
         from trireme.models.packed import decoded_on
 
         *lead, columns = self.tensors[name].shape[1:]
         rows = lead[0] if lead else 1  # of what is read at a time
         shape = -(-last // rows) - first // rows, *lead, columns
         parts = list(self._stored(name, first // rows, shape))
-        x = decoded_on(device, self.packing.of(name), parts, shape, torch.float32)
+        x = decoded_on(device, self.packing.of(name), parts, shape, "F32")
         return x.reshape(-1, columns)[first % rows :][: last - first]
 
     def _stored(

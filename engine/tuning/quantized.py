@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cache, partial
+from itertools import chain
 from math import prod
 
 import numpy as np
@@ -34,6 +35,13 @@ def height(packing: Packing, shape: tuple[int, ...], most: int) -> int:
     return min(rows, max(1, most // (columns * step)) * step)
 
 
+def spans(packing: Packing, shape: tuple[int, ...], most: int) -> Iterator[list[tuple[int, int]]]:
+    """Of each matrix the rows [a, b) encoded at a time, `most` elements if it can be, of all one after another."""
+    rows, step = shape[-2], height(packing, shape, most)
+    for m in range(0, prod(shape[:-1]), rows):
+        yield [(m + a, m + min(a + step, rows)) for a in range(0, rows, step)]
+
+
 @dataclass(frozen=True)
 class Encoder:
     """A matrix, or several in one tensor, whose parts are computed from its rows."""
@@ -44,9 +52,7 @@ class Encoder:
 
     def spans(self) -> list[tuple[int, int]]:
         """The rows [a, b) of each strip."""
-        rows, step = self.shape[-2], height(self.packing, self.shape, STRIP)
-        firsts = range(0, prod(self.shape[:-1]), rows)
-        return [(m + a, m + min(a + step, rows)) for m in firsts for a in range(0, rows, step)]
+        return list(chain.from_iterable(spans(self.packing, self.shape, STRIP)))
 
     def strip(self, a: int, b: int) -> tuple[np.ndarray, ...]:
         """The parts of rows [a, b), flat."""

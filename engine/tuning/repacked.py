@@ -10,7 +10,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from math import prod, sqrt
+from math import sqrt
 
 import numpy as np
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from trireme.engine.tuning.bitsandbytes import Nested
 from trireme.engine.tuning.packed_source import Packed
-from trireme.engine.tuning.quantized import STRIP, height
+from trireme.engine.tuning.quantized import STRIP, spans
 from trireme.models import encoding
 from trireme.models.config import Packing
 from trireme.models.packed import decode
@@ -64,23 +64,20 @@ class Matrix:
 
     def _strips(self) -> Iterator[tuple[np.ndarray, ...]]:
         """The parts of some rows after another."""
-        packing, (tall, columns) = self.packing, self.shape[-2:]
-        at_once = height(packing, self.shape, self.most)
-        for first in range(0, prod(self.shape[:-1]), tall):  # of each expert
-            spans = [(first + a, first + min(a + at_once, tall)) for a in range(0, tall, at_once)]
-            extent = torch.zeros(1)
+        packing, shape = self.packing, self.shape[-2:]
+        for of_expert in spans(packing, self.shape, self.most):
+            first, extent = of_expert[0][0], torch.zeros(1)
             if encoding.needs_extent(packing):
-                extent = torch.stack([self.rows(a, b).abs().max() for a, b in spans]).max()[None]
-            for a, b in spans:
+                extent = torch.stack([self.rows(a, b).abs().max() for a, b in of_expert]).max()[None]
+            for a, b in of_expert:
                 values = self.rows(a, b)[None]
                 parts = encoding.encoded(packing, values, extent.to(values.device))
                 self._compare(values, parts)
                 # Of a part with one element for the whole matrix, that of the first strip counts.
-                starts = packing.starts((tall, columns), a - first)
-                kept = [
+                starts = packing.starts(shape, a - first)
+                yield encoding.arrays(
                     part[:0] if a > first and not start else part for part, start in zip(parts, starts, strict=True)
-                ]
-                yield encoding.arrays(kept)
+                )
 
     def _compare(self, values: Tensor, parts: tuple[Tensor, ...]) -> None:
         shapes = self.packing.shapes(values.shape)
