@@ -143,9 +143,7 @@ class Sum:
             x[at - first :][: len(part)] += (part.to(device) @ right.to(device)).mul_(self.adapter.scales[module])
             at += len(part)
         if not x.isfinite().all():
-            raise InputError(
-                f"{stored}: not finite in the checkpoint or with the adapter of {self.adapter.source.folder}."
-            )
+            raise InputError(f"{self.source.named(stored)}: not finite, or not with {self.adapter.source.folder}.")
         return x
 
     def _read(self, stored: str, name: str, first: int = 0, last: int | None = None) -> Iterator[np.ndarray]:
