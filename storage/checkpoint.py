@@ -276,6 +276,11 @@ def convert(values: np.ndarray, dtype: str, to: str) -> np.ndarray:
     return rounded
 
 
+def joined(pieces: Iterable[np.ndarray]) -> np.ndarray:
+    """Elements in pieces, each of which is valid until the next, as a new array in fp32."""
+    return np.concatenate([np.array(convert(piece, dtype_of(piece), "F32")) for piece in pieces])
+
+
 def is_finite(values: np.ndarray) -> bool:
     """Whether all values are finite; bf16 as bits."""
     if values.dtype == np.uint16:

@@ -26,7 +26,7 @@ from trireme.engine.tuning.peft_config import CONFIG
 from trireme.engine.tuning.spellings import PREFIX
 from trireme.models.config import InputError, Lora, ModelConfig
 from trireme.models.sizes import shapes
-from trireme.storage.checkpoint import Source, convert, dtype_of
+from trireme.storage.checkpoint import Source, joined
 from trireme.storage.files import as_store_error, partial_of, sync_folder, write_synced
 from trireme.storage.headers import encode_header
 from trireme.storage.layout import sequential
@@ -97,8 +97,7 @@ class Adapter:
         return torch.cat([join(halves).T if b else torch.cat(halves[:1] if alike else halves) for halves in read])
 
     def _read(self, stored: str) -> torch.Tensor:
-        pieces = [convert(piece, dtype_of(piece), "F32") for piece in self.source.values(stored)]
-        tensor = torch.from_numpy(np.concatenate(pieces)).view(self.source.tensors[stored].shape)
+        tensor = torch.from_numpy(joined(self.source.values(stored))).view(self.source.tensors[stored].shape)
         if not tensor.isfinite().all():
             raise InputError(f"{self.source.named(stored)} holds NaN or infinite values; the adapter is damaged.")
         return tensor
@@ -189,10 +188,9 @@ def write_adapter(
         for name in stored:
             pieces = values(name)
             if name in alone:
-                pieces = _of_experts(np.concatenate([piece.copy() for piece in pieces]), name, alone[name], rank)
+                pieces = _of_experts(joined(pieces), name, alone[name], rank)
             elif is_transposed(name):
-                whole = np.concatenate([piece.copy() for piece in pieces])
-                pieces = [np.ascontiguousarray(whole.reshape(-1, rank, stored[name][0]).transpose(2, 1, 0))]
+                pieces = [np.ascontiguousarray(joined(pieces).reshape(-1, rank, stored[name][0]).transpose(2, 1, 0))]
             for piece in pieces:
                 yield piece.tobytes()
 

@@ -19,7 +19,7 @@ from trireme.engine.tuning.packed_source import Made, Packed, globs, unpacked
 from trireme.models.config import FP8, MX, NF4, WHOLE, InputError, ModelConfig, Packing
 from trireme.models.sizes import shapes
 from trireme.storage.auxiliary import CONTENT
-from trireme.storage.checkpoint import Source, SourceTensor, convert, dtype_of
+from trireme.storage.checkpoint import Source, SourceTensor, joined
 
 STRIP = 1 << 18  # elements of a matrix encoded at a time; each loader needs about 30 bytes of RAM for one
 BASES = {"nf4": NF4, "fp8": FP8.with_dtypes(("F8_E4M3", "F32")), "mxfp4": MX}
@@ -108,7 +108,7 @@ class Quantized(Packed):
 
 def as_rows(pieces: Iterable[np.ndarray], columns: int) -> np.ndarray:
     """Elements of a tensor as fp32 (rows, columns)."""
-    return np.concatenate([convert(piece, dtype_of(piece), "F32") for piece in pieces]).reshape(-1, columns)
+    return joined(pieces).reshape(-1, columns)
 
 
 def _rows(source: Source, name: str, a: int, b: int) -> np.ndarray:

@@ -1,6 +1,7 @@
 """Adapters of peft, one matrix: merged and trained further they compute what peft computes; others are refused."""
 
 import dataclasses
+import json
 import re
 from copy import deepcopy
 
@@ -158,6 +159,17 @@ def test_training_goes_on_as_in_peft(row, tmp_path, monkeypatch):
     ours, theirs = trained_logits(tmp_path, cfg, 3)
     assert not torch.allclose(before, theirs, atol=1e-2)
     assert torch.allclose(ours, theirs, atol=1e-4)
+
+
+def test_a_large_tensor_is_read_as_it_is(tmp_path):
+    """A file is read by blocks, whose memory is used again."""
+    cfg = of("llama")
+    a, b = torch.randn(100_000, cfg.width), torch.randn(cfg.width, 100_000)
+    names = [f"model.layers.0.self_attn.o_proj.lora_{part}.weight" for part in "AB"]
+    save_file(dict(zip((PREFIX + name for name in names), (a, b), strict=True)), tmp_path / WEIGHTS)
+    (tmp_path / CONFIG).write_text(json.dumps(dict(peft_type="LORA", r=100_000, lora_alpha=6)))
+    adapter = read_adapter(tmp_path, cfg)
+    assert all(torch.equal(adapter.tensor(name), t) for name, t in zip(names, (a, b), strict=True))
 
 
 # ---------------------------------------------------------------- our own
