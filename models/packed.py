@@ -62,14 +62,8 @@ def whole(packing: Packing | None, name: str, views: Mapping[str, Tensor]) -> Te
     return in_file_order(views[name]) if decoded else views[name]
 
 
-def decoded(packing: Packing, parts: Sequence[Stored], shape: tuple[int, ...], dtype: str) -> np.ndarray:
-    """A decoded matrix of this shape, flat, in dtype F32, or BF16 as uint16."""
-    flat = decoded_on(torch.device("cpu"), packing, parts, shape, dtype).flatten()
-    return flat.view(torch.int16).numpy().view(np.uint16) if dtype == "BF16" else flat.numpy()
-
-
-def decoded_on(
-    device: torch.device, packing: Packing, parts: Sequence[Stored], shape: tuple[int, ...], dtype: str
+def decoded(
+    packing: Packing, parts: Sequence[Stored], shape: tuple[int, ...], dtype: str, device: torch.device | str
 ) -> Tensor:
     """A matrix of this shape, decoded on a device in dtype F32 or BF16."""
     tensors = [torch.from_numpy(raw).view(DTYPE.get(kind, torch.uint8)).view(own) for raw, kind, own in parts]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -15,25 +16,26 @@ import torch
 from torch import Tensor
 
 from trireme.engine.exchange import LOADERS
+from trireme.engine.memory import DTYPE
 from trireme.engine.placement import Progress, silent
 from trireme.engine.tuning.adapters import Adapter
 from trireme.engine.tuning.base import check_unchanged, stamps
 from trireme.engine.tuning.headed import headed
-from trireme.engine.tuning.packed_source import Packed, unpacked
+from trireme.engine.tuning.packed_source import Packed, packed_in, strips, unpacked
 from trireme.engine.tuning.peft import read_adapter
-from trireme.engine.tuning.quantized import as_rows
 from trireme.engine.tuning.repacked import repacked
 from trireme.engine.tuning.rewritten import Values, entries_of, rewritten
 from trireme.models import hf
 from trireme.models.config import InputError, ModelConfig
+from trireme.models.encoding import arrays
 from trireme.models.sizes import shapes
 from trireme.storage.auxiliary import TOKENIZER, auxiliary_files, content_of
-from trireme.storage.checkpoint import Source, convert, dtype_of, export, is_finite
+from trireme.storage.checkpoint import Source, convert, dtype_of, export, is_finite, joined
 from trireme.storage.files import Say, make_folder, remove_folders, sync_folder, to_stderr
 from trireme.storage.temporary import Temporary
 
 CPU = torch.device("cpu")
-ON_GPU = 1 << 24  # elements of a packed matrix that are encoded at a time: some 500 MiB
+AT_ONCE, ON_GPU = 1 << 20, 1 << 24  # elements of a matrix in memory: some 30 bytes for each where they are encoded
 Factors = list[tuple[Tensor, Tensor]]  # (left (rows, R), right (R, columns)) of each matrix
 
 
@@ -69,32 +71,28 @@ def merge_adapter(
     device: torch.device = CPU,
 ) -> None:
     """Writes `source` plus the adapter to `out`: a packed one in bf16 if the adapter changes packed matrices, or with
-    `same` in its own format, each matrix rounded once more, on `device`.
+    `same` in its own format, each matrix rounded once more. Sums are made on `device`.
 
     Raises StoreError; InputError, also if a value is not finite.
     """
     base = hf.as_found(replace(cfg, lora=None, frozen=()), source.shapes)
     adapter, before = read_adapter(folder, base, merging=True), stamps(source)
     unchanged = lambda: check_unchanged(before, "was changed while it was merged")
-    names = hf.canonical_names(base, source.shapes, source.named)
-    if isinstance(source, Packed):
-        changed = _changed(base, adapter, source, names)
-        if same:
-            if adapter.cfg != base:
-                raise InputError(f"--format same: {folder} changes the vocabulary or the head. Leave --format out.")
-            total = Sum(adapter, source, base, names)
-            rows = {stored: partial(total.rows, device, stored) for stored in sorted(changed)}
-            new = repacked(source, rows) if device == CPU else repacked(source, rows, ON_GPU)
-            values = lambda name: total.values(name) if names.get(name) and not source.packs(name) else None
-            fetch = lambda name: new.values(name) if name in new.places else values(name)
-            export(new.raw, out, fetch, progress, unchanged)
-            if changed:
-                say(f"note: relative error of the rounding to {source.packing.word}: {new.errors()}")
-            return
-        source = unpacked(source, changed) if changed else source
-    source, base = with_ends(base, adapter, source, say), adapter.cfg
-    source = headed(base, source)
-    total = Sum(adapter, source, base, hf.canonical_names(base, source.shapes))
+    total = Sum(adapter, source, base, device)
+    if same and isinstance(source, Packed):
+        if adapter.cfg != base:
+            raise InputError(f"--format same: {folder} changes the vocabulary or the head. Leave --format out.")
+        rows = {stored: partial(total.rows, stored) for stored in sorted(total.changed) if source.packs(stored)}
+        new = repacked(source, rows, total.at_once)
+        values = lambda name: total.values(name) if total.names.get(name) and not source.packs(name) else None
+        export(new.raw, out, lambda name: new.values(name) or values(name), progress, unchanged)
+        if rows:
+            say(f"note: relative error of the rounding to {source.packing.word}: {new.errors()}")
+        return
+    if isinstance(source, Packed) and any(map(source.packs, total.changed)):
+        source = unpacked(source)
+    source = headed(adapter.cfg, with_ends(base, adapter, source, say))
+    total = Sum(adapter, source, adapter.cfg, device)
     export(source, out, lambda name: total.values(name) if total.names[name] else None, progress, unchanged)
 
 
@@ -105,74 +103,111 @@ class Sum:
     adapter: Adapter
     source: Source
     cfg: ModelConfig
-    names: dict[str, str | None]  # canonical
+    device: torch.device  # that adds
+
+    @cached_property
+    def names(self) -> dict[str, str | None]:
+        """Canonical names, None of what is not the model's."""
+        return hf.canonical_names(self.cfg, self.source.shapes, self.source.named)
 
     @cached_property
     def tensor(self) -> Callable[[str], Tensor]:
         """An adapter's tensor; one of experts serves all of them."""
         return lru_cache(2 * LOADERS)(self.adapter.tensor)
 
+    @property
+    def changed(self) -> frozenset[str]:
+        """The weights that the adapter changes or replaces."""
+        has = lambda stored, name: name in self.adapter.whole or self._module(stored)
+        return frozenset(stored for stored, name in self.names.items() if name and has(stored, name))
+
+    @property
+    def at_once(self) -> int:
+        """Elements of a matrix in memory."""
+        return AT_ONCE if self.device.type == "cpu" else ON_GPU
+
     def values(self, stored: str, first: int = 0, last: int | None = None) -> Iterator[np.ndarray]:
         """Elements [first, last) of a weight in its dtype. Raises InputError as they are read."""
-        name, dtype = self.names[stored], self.source.tensors[stored].dtype
-        assert name
-        module, pairs = factors(self.cfg, self.adapter, self.tensor, name)
-        pieces = self._read(stored, name, first, last)
-        if not (pairs or name in self.adapter.whole):
-            return pieces
-        folder = self.adapter.source.folder
-        beyond = f"{stored}: with the adapter of {folder}, values are beyond {dtype}. Is its lora_alpha right?"
-        sums = merged(pieces, pairs, self.adapter.scales[module], first) if pairs else pieces
-        return _finite((convert(piece, dtype_of(piece), dtype) for piece in sums), beyond)
+        t, (origin, key, damage) = self.source.tensors[stored], self._origin(stored)
+        if not self._module(stored):
+            pieces = _finite(origin.values(key, first, last), damage)
+            if origin is not self.source:
+                pieces = _finite((convert(piece, dtype_of(piece), t.dtype) for piece in pieces), self._beyond(stored))
+            yield from pieces
+            return
+        columns, last = t.shape[-1], t.numel if last is None else last
+        packed = packed_in(self.source, stored)
+        packing = packed.packing.of(stored) if packed else None
+        for a, b in chain.from_iterable(strips(packing, t.shape, self.at_once)):
+            begin, end = max(first - a * columns, 0), min(last, b * columns) - a * columns
+            if begin < end:
+                yield arrays([self.rows(stored, a, b, t.dtype)])[0][begin:end]
 
-    def rows(self, device: torch.device, stored: str, first: int, last: int) -> Tensor:
-        """Rows [first, last) of a packed matrix, or of those of all experts one after another, in fp32 on a device."""
-        name, columns = self.names[stored], self.source.tensors[stored].shape[-1]
-        assert name
-        assert isinstance(self.source, Packed)
-        if name in self.adapter.whole:
-            whole = as_rows(self._read(stored, name, first * columns, last * columns), columns)
-            return torch.from_numpy(whole).to(device)
-        x = self.source.rows_on(device, stored, first, last)
-        module, pairs = factors(self.cfg, self.adapter, self.tensor, name)
-        at = first
-        while pairs and at < last:
-            matrix, row = divmod(at, len(pairs[0][0]))
+    def rows(self, stored: str, first: int, last: int, dtype: str = "F32") -> Tensor:
+        """Rows [first, last) of a matrix, or of one of those of all experts, which are counted one after another, on
+        the device. Raises InputError.
+        """
+        x, (module, pairs) = self._without(stored, first, last), self._factors(stored)
+        if pairs:
+            matrix, row = divmod(first, len(pairs[0][0]))
             left, right = pairs[matrix]
-            part = left[row : row + last - at]
-            x[at - first :][: len(part)] += (part.to(device) @ right.to(device)).mul_(self.adapter.scales[module])
-            at += len(part)
-        if not x.isfinite().all():
-            raise InputError(f"{self.source.named(stored)}: not finite, or not with {self.adapter.source.folder}.")
-        return x
+            part = left[row : row + last - first].to(self.device)
+            x += (part @ right.to(self.device)).mul_(self.adapter.scales[module])
+        if not torch.stack(x.aminmax()).to(DTYPE[dtype]).isfinite().all():  # rounding keeps the order
+            damaged = not self._without(stored, first, last).isfinite().all()
+            raise InputError(self._origin(stored)[2] if damaged else self._beyond(stored))
+        return x.to(DTYPE[dtype])
 
-    def _read(self, stored: str, name: str, first: int = 0, last: int | None = None) -> Iterator[np.ndarray]:
-        """Elements of a weight of the model, or of the adapter's that takes its place."""
-        whole = self.adapter.whole.get(name)
+    def _without(self, stored: str, first: int, last: int) -> Tensor:
+        """The same of the checkpoint, or of what the adapter has in its place, in fp32."""
+        (origin, key, _), columns = self._origin(stored), self.source.tensors[stored].shape[-1]
+        if origin is self.source and (packed := packed_in(origin, key)):
+            return packed.rows(key, first, last, device=self.device)
+        values = joined(origin.values(key, first * columns, last * columns))
+        return torch.from_numpy(values).view(-1, columns).to(self.device)
+
+    def _origin(self, stored: str) -> tuple[Source, str, str]:
+        """(the checkpoint or the adapter, which has a weight without what is added; its name there; the message that it
+        is not finite).
+        """
+        whole = self.adapter.whole.get(self.names[stored] or "")
         origin, key, kind = (self.adapter.source, whole, "adapter") if whole else (self.source, stored, "checkpoint")
-        damage = f"{origin.named(key)} holds NaN or infinite values; the {kind} is damaged."
-        return _finite(origin.values(key, first, last), damage)
+        return origin, key, f"{origin.named(key)} holds NaN or infinite values; the {kind} is damaged."
+
+    def _beyond(self, stored: str) -> str:
+        dtype, folder = self.source.tensors[stored].dtype, self.adapter.source.folder
+        return f"{stored}: with the adapter of {folder}, values are beyond {dtype}. Is its lora_alpha right?"
+
+    def _module(self, stored: str) -> str:
+        """The module of a weight that has an adapter; "" without."""
+        name = self.names[stored] or ""
+        modules = name.removesuffix(".weight"), shapes.within_experts(self.cfg, name)[0]
+        return next((module for module in modules if module in self.adapter.ranks), "")
+
+    def _factors(self, stored: str) -> tuple[str, Factors]:
+        """(the module with an adapter, the two factors that are added to each matrix in a tensor; none without one)."""
+        cfg, name, module = self.cfg, self.names[stored] or "", self._module(stored)
+        if not module:
+            return module, []
+        parts = shapes.adapter_names(module)
+        if not shapes.adapts_experts(parts[0]):
+            a, b = map(self.tensor, parts)
+            in_out = module == cfg.names.embed or (cfg.names.in_out and module != cfg.names.output)
+            return module, [(a.T, b.T) if in_out else (b, a)]
+        _, expert, half = shapes.within_experts(cfg, name)
+        downs, ups = (self.tensor(part).unflatten(0, (-1, self.adapter.ranks[module])) for part in parts)
+        if expert is None:
+            both = zip(downs, ups, strict=True)
+            return module, [(down.T, up) if cfg.names.mlp.experts_in_out else (up.T, down) for down, up in both]
+        up = ups[expert].T
+        return module, [(up if half is None else up.chunk(2)[half], downs[expert])]
 
 
-@dataclass(frozen=True)
-class InBf16(Source):
-    """The merged model in bf16, whose values are computed as they are read."""
-
-    total: Sum
-
-    def values(self, name: str, first: int = 0, last: int | None = None) -> Iterator[np.ndarray]:
-        return self.total.values(name, first, last)
-
-    def read(self, name: str) -> np.ndarray:
-        return np.concatenate([piece.copy() for piece in self.values(name)]).view(np.uint8)
-
-
-def in_bf16(cfg: ModelConfig, adapter: Adapter, source: Packed) -> InBf16:
+def merged(cfg: ModelConfig, adapter: Adapter, source: Packed) -> Source:
     """`source` plus the adapter, as merge_adapter writes them without `same`. Raises InputError as it is read."""
-    wide = unpacked(source, _changed(cfg, adapter, source, hf.canonical_names(cfg, source.shapes, source.named)))
-    tensors = {name: t._replace(file="", offset=0) for name, t in wide.tensors.items()}  # computed, so in no file
-    total = Sum(adapter, wide, cfg, hf.canonical_names(cfg, wide.shapes))
-    return InBf16(wide.folder, wide.files, tensors, wide.auxiliary, total)
+    wide = unpacked(source)
+    total = Sum(adapter, wide, cfg, CPU)
+    return replace(wide, made={stored: partial(total.values, stored) for stored, name in total.names.items() if name})
 
 
 def with_ends(cfg: ModelConfig, adapter: Adapter, source: Source, say: Say) -> Source:
@@ -224,47 +259,3 @@ def _finite(pieces: Iterable[np.ndarray], otherwise: str) -> Iterator[np.ndarray
         if not is_finite(piece):
             raise InputError(otherwise)
         yield piece
-
-
-def _changed(cfg: ModelConfig, adapter: Adapter, source: Packed, names: Mapping[str, str | None]) -> frozenset[str]:
-    """The packed matrices that the adapter changes or replaces."""
-    modules = lambda name: (name.removesuffix(".weight"), shapes.within_experts(cfg, name)[0])
-    is_changed = lambda name: name in adapter.whole or any(module in adapter.ranks for module in modules(name))
-    return frozenset(s for s, name in names.items() if name and source.packs(s) and is_changed(name))
-
-
-def factors(cfg: ModelConfig, adapter: Adapter, tensor: Callable[[str], Tensor], name: str) -> tuple[str, Factors]:
-    """(the adapted module, for each matrix in a tensor the two factors that are added to it); no factors without an
-    adapter.
-    """
-    module = name.removesuffix(".weight")
-    parts = shapes.adapter_names(module)
-    if module in adapter.ranks and not shapes.adapts_experts(parts[0]):
-        a, b = map(tensor, parts)
-        in_out = module == cfg.names.embed or (cfg.names.in_out and module != cfg.names.output)
-        return module, [(a.T, b.T) if in_out else (b, a)]
-    module, expert, half = shapes.within_experts(cfg, name)
-    if module not in adapter.ranks:
-        return module, []
-    downs, ups = (tensor(part).unflatten(0, (-1, adapter.ranks[module])) for part in shapes.adapter_names(module))
-    if expert is None:
-        both = zip(downs, ups, strict=True)
-        return module, [(down.T, up) if cfg.names.mlp.experts_in_out else (up.T, down) for down, up in both]
-    up = ups[expert].T
-    return module, [(up if half is None else up.chunk(2)[half], downs[expert])]
-
-
-def merged(pieces: Iterable[np.ndarray], pairs: Factors, scale: float, first: int = 0) -> Iterator[np.ndarray]:
-    """Yields W + scale * left @ right in fp32, in pieces. `first`: the element of the tensor that they begin with."""
-    columns = pairs[0][1].shape[1]
-    size = len(pairs[0][0]) * columns  # of a matrix
-    for piece in pieces:
-        rest = piece
-        while len(rest):
-            matrix, at = divmod(first, size)
-            (left, right), part = pairs[matrix], rest[: size - at]
-            rows = slice(at // columns, -(-(at + len(part)) // columns))
-            delta = (left[rows] @ right).flatten()[at - rows.start * columns :][: len(part)].mul_(scale).numpy()
-            delta += convert(part, dtype_of(part), "F32")
-            yield delta
-            rest, first = rest[len(part) :], first + len(part)

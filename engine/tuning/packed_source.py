@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,7 +18,7 @@ import numpy as np
 
 from trireme.engine.tuning.rewritten import Entries, Rewritten, rewritten
 from trireme.models import hf
-from trireme.models.config import ModelConfig, Packing, without_packing
+from trireme.models.config import WHOLE, ModelConfig, Packing, without_packing
 from trireme.models.sizes import shapes
 from trireme.storage.auxiliary import content_of
 from trireme.storage.checkpoint import CHUNK, NUMPY, Source, SourceTensor, unread
@@ -92,49 +93,57 @@ class Packed(Source):
 
     def _decoded(self, name: str, first: int, last: int | None, dtype: str) -> Iterator[np.ndarray]:
         """Yields decoded values, by whole experts or by some rows of a matrix."""
+        from trireme.models.encoding import arrays
+
         shape = self.tensors[name].shape
-        n, one = shape[0], prod(shape[1:])
-        last = n * one if last is None else last
-        step = self.packing.of(name).step(shape)
-        height = max(1, STRIP // (one * step)) * step if len(shape) == 2 else 1
-        for a in range(first // one // height * height, -(-last // one), height):
-            b = min(a + height, n)
-            begin, end = max(first - a * one, 0), min(last, b * one) - a * one
-            yield self._rows(name, a, b, dtype)[begin:end]
+        columns, last = shape[-1], prod(shape) if last is None else last
+        for a, b in chain.from_iterable(strips(self.packing.of(name), shape, STRIP)):
+            begin, end = max(first - a * columns, 0), min(last, b * columns) - a * columns
+            if begin < end:
+                yield arrays([self.rows(name, a, b, dtype)])[0][begin:end]
 
-    def _rows(self, name: str, first: int, last: int, dtype: str) -> np.ndarray:
-        """Decodes experts [first, last), or rows of a matrix from the first of a block on. Raises CheckpointError."""
-        from trireme.models.packed import decoded  # torch, which nothing else here needs
-
-        shape = last - first, *self.tensors[name].shape[1:]
-        return decoded(self.packing.of(name), list(self._stored(name, first, shape)), shape, dtype)
-
-    def rows_on(self, device: torch.device, name: str, first: int, last: int) -> Tensor:
-        """Rows [first, last) of a matrix from the first of a block on, or of experts one after another, decoded on a
-        device in fp32. Raises CheckpointError.
+    def rows(self, name: str, first: int, last: int, dtype: str = "F32", device: torch.device | str = "cpu") -> Tensor:
+        """Rows [first, last) of a matrix, or of one of those of all experts, which are counted one after another, from
+        the first of a block on: decoded on a device in F32 or BF16. Raises CheckpointError.
         """
-        from trireme.models.packed import decoded_on
+        from trireme.models.packed import damage, decoded  # torch, which nothing else here needs
 
-        *lead, columns = self.tensors[name].shape[1:]
-        rows = lead[0] if lead else 1  # of what is read at a time
-        shape = -(-last // rows) - first // rows, *lead, columns
-        parts = list(self._stored(name, first // rows, shape))
-        x = decoded_on(device, self.packing.of(name), parts, shape, "F32")
-        return x.reshape(-1, columns)[first % rows :][: last - first]
-
-    def _stored(
-        self, name: str, first: int, shape: tuple[int, ...]
-    ) -> Iterator[tuple[np.ndarray, str, tuple[int, ...]]]:
-        """The parts of as many experts, or rows of a matrix, as `shape` has, from `first` on."""
-        from trireme.models.packed import damage
-
-        packing = self.packing.of(name)
-        for part, start, own in zip(packing.parts, packing.starts(shape, first), packing.shapes(shape), strict=True):
-            row, named = prod(own[1:]), name + part.suffix
-            values = self._of_part(named, start * row, (start + own[0]) * row)
+        packing, (height, columns) = self.packing.of(name), self.tensors[name].shape[-2:]
+        (matrix, row), shape = divmod(first, height), (1, last - first, columns)
+        stored = list[tuple[np.ndarray, str, tuple[int, ...]]]()
+        starts, wholes = packing.starts((height, columns), row), packing.shapes((height, columns))
+        for part, start, whole, own in zip(packing.parts, starts, wholes, packing.shapes(shape), strict=True):
+            begin, named = matrix * prod(whole) + start * prod(whole[1:]), name + part.suffix
+            values = self._of_part(named, begin, begin + prod(own))
             if why := damage(packing, part, values):
                 raise CheckpointError(f"{self.named(named)} {why}; the checkpoint is damaged. Download it again.")
-            yield values.view(np.uint8), self.parts[named].dtype, own
+            stored.append((values.view(np.uint8), self.parts[named].dtype, own))
+        return decoded(packing, stored, shape, dtype, device)[0]
+
+
+def strips(packing: Packing | None, shape: tuple[int, ...], most: int) -> Iterator[list[tuple[int, int]]]:
+    """Of each matrix of (..., rows, columns) the rows [a, b) that are in memory at a time, counted over all of them:
+    whole blocks, of gpt-oss's experts all of one; `most` elements if it can be.
+    """
+    rows, step = shape[-2], strip_height(packing, shape, most)
+    for m in range(0, prod(shape[:-1]), rows):
+        yield [(m + a, m + min(a + step, rows)) for a in range(0, rows, step)]
+
+
+def strip_height(packing: Packing | None, shape: tuple[int, ...], most: int) -> int:
+    """The rows of a strip; the last one may have fewer."""
+    (rows, columns), step = shape[-2:], 1
+    if packing:
+        whole = packing.code == "e2m1" or rows < packing.block[0] != WHOLE
+        step = rows if whole else packing.step((rows, columns))
+    return min(rows, max(1, most // (columns * step)) * step)
+
+
+def packed_in(source: Source, name: str) -> Packed | None:
+    """The checkpoint that has a matrix of `source` packed."""
+    while isinstance(source, Rewritten) and name not in source.made:
+        source = source.inner
+    return source if isinstance(source, Packed) and source.packs(name) else None
 
 
 # ---------------------------------------------------------------- which are packed
@@ -229,12 +238,12 @@ def unpacked(source: Packed, changed: frozenset[str] = frozenset()) -> Rewritten
                 entries[file].append((name, t.dtype, t.shape))
     inner = replace(source, wide=frozenset() if source.packing.exact else changed)
     auxiliary = {name: content for name, content in source.auxiliary.items() if name not in OF_PACKINGS}
-    config = in_bf16(json.loads(content_of(auxiliary["config.json"])))
+    config = decoded_config(json.loads(content_of(auxiliary["config.json"])))
     auxiliary["config.json"] = json.dumps(config, indent=2).encode()
     return replace(rewritten(inner, entries, {}), auxiliary=auxiliary)
 
 
-def in_bf16(raw: dict[str, Any]) -> dict[str, Any]:
+def decoded_config(raw: dict[str, Any]) -> dict[str, Any]:
     """The config.json of a checkpoint after its packed matrices are decoded, with the dtype of these."""
     wide = lambda config: config | {key: "bfloat16" for key in DTYPES if config.get(key) == "float16"}
     inner = {key: wide(value) for key, value in raw.items() if isinstance(value, dict)}

@@ -15,8 +15,8 @@ from math import prod
 
 import numpy as np
 
-from trireme.engine.tuning.packed_source import Made, Packed, globs, unpacked
-from trireme.models.config import FP8, MX, NF4, WHOLE, InputError, ModelConfig, Packing
+from trireme.engine.tuning.packed_source import Made, Packed, globs, strip_height, strips, unpacked
+from trireme.models.config import FP8, MX, NF4, InputError, ModelConfig, Packing
 from trireme.models.sizes import shapes
 from trireme.storage.auxiliary import CONTENT
 from trireme.storage.checkpoint import Source, SourceTensor, joined
@@ -24,22 +24,6 @@ from trireme.storage.checkpoint import Source, SourceTensor, joined
 STRIP = 1 << 18  # elements of a matrix encoded at a time; each loader needs about 30 bytes of RAM for one
 BASES = {"nf4": NF4, "fp8": FP8.with_dtypes(("F8_E4M3", "F32")), "mxfp4": MX}
 Rows = Callable[[int, int], np.ndarray]  # fp32 (b - a, columns) of rows [a, b), of all matrices one after another
-
-
-def height(packing: Packing, shape: tuple[int, ...], most: int) -> int:
-    """The number of rows of (..., rows, columns) encoded at a time, `most` elements if it can be: whole blocks; of
-    gpt-oss's experts all of one.
-    """
-    (rows, columns), tall = shape[-2:], packing.block[0]
-    step = rows if packing.code == "e2m1" or rows < tall != WHOLE else packing.step((rows, columns))
-    return min(rows, max(1, most // (columns * step)) * step)
-
-
-def spans(packing: Packing, shape: tuple[int, ...], most: int) -> Iterator[list[tuple[int, int]]]:
-    """Of each matrix the rows [a, b) encoded at a time, `most` elements if it can be, of all one after another."""
-    rows, step = shape[-2], height(packing, shape, most)
-    for m in range(0, prod(shape[:-1]), rows):
-        yield [(m + a, m + min(a + step, rows)) for a in range(0, rows, step)]
 
 
 @dataclass(frozen=True)
@@ -52,7 +36,7 @@ class Encoder:
 
     def spans(self) -> list[tuple[int, int]]:
         """The rows [a, b) of each strip."""
-        return list(chain.from_iterable(spans(self.packing, self.shape, STRIP)))
+        return list(chain.from_iterable(strips(self.packing, self.shape, STRIP)))
 
     def strip(self, a: int, b: int) -> tuple[np.ndarray, ...]:
         """The parts of rows [a, b), flat."""
@@ -62,7 +46,11 @@ class Encoder:
 
     def part(self, part: int, first: int, last: int) -> np.ndarray:
         """Elements [first, last) of the codes (part 0) or of the scales (1), flat, computed each time."""
-        (rows, columns), step, result = self.shape[-2:], height(self.packing, self.shape, STRIP), list[np.ndarray]()
+        (rows, columns), step, result = (
+            self.shape[-2:],
+            strip_height(self.packing, self.shape, STRIP),
+            list[np.ndarray](),
+        )
         of_matrix, size = (prod(self.packing.shapes((n, columns))[part]) for n in (rows, step))
         for m in range(first // of_matrix, -(-last // of_matrix)):
             begin, end = max(first - m * of_matrix, 0), min(last - m * of_matrix, of_matrix)
@@ -106,14 +94,9 @@ class Quantized(Packed):
         return self.original.rewritten(file, fetch)
 
 
-def as_rows(pieces: Iterable[np.ndarray], columns: int) -> np.ndarray:
-    """Elements of a tensor as fp32 (rows, columns)."""
-    return joined(pieces).reshape(-1, columns)
-
-
 def _rows(source: Source, name: str, a: int, b: int) -> np.ndarray:
     columns = source.tensors[name].shape[-1]
-    return as_rows(source.values(name, a * columns, b * columns), columns)
+    return joined(source.values(name, a * columns, b * columns)).reshape(-1, columns)
 
 
 def quantized(cfg: ModelConfig, source: Source, base: str, stored: dict[str, str]) -> tuple[ModelConfig, Quantized]:

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from trireme.engine.tuning.bitsandbytes import Nested
-from trireme.engine.tuning.packed_source import Packed
-from trireme.engine.tuning.quantized import STRIP, spans
+from trireme.engine.tuning.packed_source import Packed, strips
 from trireme.models import encoding
 from trireme.models.config import Packing
 from trireme.models.packed import decode
@@ -65,7 +64,7 @@ class Matrix:
     def _strips(self) -> Iterator[tuple[np.ndarray, ...]]:
         """The parts of some rows after another."""
         packing, shape = self.packing, self.shape[-2:]
-        for of_expert in spans(packing, self.shape, self.most):
+        for of_expert in strips(packing, self.shape, self.most):
             first, extent = of_expert[0][0], torch.zeros(1)
             if encoding.needs_extent(packing):
                 extent = torch.stack([self.rows(a, b).abs().max() for a, b in of_expert]).max()[None]
@@ -95,10 +94,10 @@ class Repacked:
     places: Mapping[str, tuple[Matrix, int]]  # of a tensor of `raw`: the matrix and the number of its part
     squares: Mapping[str, Squares]  # by kind of matrix
 
-    def values(self, name: str) -> Iterator[np.ndarray]:
-        """Bytes of a part of a changed matrix, by its name in the files."""
-        matrix, part = self.places[name]
-        return matrix.part(part)
+    def values(self, name: str) -> Iterator[np.ndarray] | None:
+        """Bytes of a part of a changed matrix, by its name in the files; None of other tensors."""
+        matrix, part = self.places.get(name, (None, 0))
+        return matrix.part(part) if matrix else None
 
     def errors(self) -> str:
         """The relative error of rounding by kind of matrix, for the user."""
@@ -106,7 +105,7 @@ class Repacked:
         return ", ".join(f"{kind} {error:.2%}" for kind, error in each.items())
 
 
-def repacked(source: Packed, rows: Mapping[str, Rows], most: int = STRIP) -> Repacked:
+def repacked(source: Packed, rows: Mapping[str, Rows], most: int) -> Repacked:
     """`source` with other rows of the packed matrices that are named, in its own format; `most` elements at a time."""
     raw = replace(open_source(source.folder, lambda _: None), auxiliary=source.auxiliary)
     names = {(t.file, t.offset): name for name, t in raw.tensors.items()}

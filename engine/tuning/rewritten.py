@@ -29,7 +29,13 @@ class Rewritten(Source):
     places: Mapping[str, SourceTensor]  # of all tensors in the files of the folder, by their names there
 
     def place(self, name: str) -> SourceTensor:
-        return self.tensors[name] if name in self.made else self.inner.place(name)
+        return self.tensors[name]._replace(file="", offset=0) if name in self.made else self.inner.place(name)
+
+    def read(self, name: str) -> np.ndarray:
+        made = name in self.made
+        return (
+            np.concatenate([piece.view(np.uint8).copy() for piece in self.values(name)]) if made else super().read(name)
+        )
 
     def named(self, name: str) -> str:
         return self.inner.named(name)

@@ -116,7 +116,7 @@ def test_experts_of_gpt_oss_keep_their_order(device, tmp_path):
     name = "model.layers.0.mlp.experts.gate_up_proj"
     noise = 0.1 * torch.randn(decoded[name].shape, generator=torch.Generator().manual_seed(1))
     values, added = decoded[name] + noise, noise.flatten(0, 1).to(device)
-    new = repacked(source, {name: lambda a, b: source.rows_on(torch.device(device), name, a, b) + added[a:b]})
+    new = repacked(source, {name: lambda a, b: source.rows(name, a, b, device=device) + added[a:b]}, 1 << 18)
     blocks, scales = (np.concatenate(list(new.values(name + end))) for end in ("_blocks", "_scales"))
     for i, matrix in enumerate(values):
         parts, _ = in_fp4(matrix.T, "mxfp4")

@@ -15,7 +15,7 @@ from trireme.engine.run.after import hub
 from trireme.engine.run.after.eval import figures, prepared
 from trireme.engine.run.after.opened import Finished, open_finished
 from trireme.engine.run.options import Eval, Machine, Merge, Options, table
-from trireme.engine.tuning.merging import in_bf16, merge_adapter, new_folder
+from trireme.engine.tuning.merging import merge_adapter, merged, new_folder
 from trireme.engine.tuning.packed_source import Packed, as_stored
 from trireme.engine.tuning.parts import open_checkpoint
 from trireme.engine.tuning.peft import convert_adapter, scored_by
@@ -66,6 +66,6 @@ def _models(f: Finished, out: str, same: bool) -> Iterator[tuple[str, Finished]]
         yield "base", replace(f, cfg=plain, adapter=None)
     yield "with the adapter", f
     if same and f.adapter and isinstance(f.source, Packed):
-        wide = in_bf16(plain, f.adapter, f.source)
+        wide = merged(plain, f.adapter, f.source)
         yield "merged in bf16", replace(f, cfg=as_stored(plain, wide), source=wide, adapter=None)
     yield "merged", open_finished(out)
