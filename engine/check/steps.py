@@ -25,7 +25,7 @@ from trireme.engine.planner.rates import Rates
 from trireme.engine.planner.rule import Placement as Where
 from trireme.engine.planner.rule import Wanted, simple_plan
 from trireme.engine.planner.sizes import find_model
-from trireme.engine.queues.real import InlineQueues, RealQueues
+from trireme.engine.queues.real import RealQueues
 from trireme.engine.step import train_step
 from trireme.engine.updates import AdamW
 from trireme.kernels.fp8.reference import Quantized, quantize
@@ -99,7 +99,7 @@ def random_engine(
     cfg: ModelConfig,
     plan: Plan,
     limits: Limits,
-    queues: RealQueues | InlineQueues,
+    queues: RealQueues,
     folder: Path | None,
     max_grad_norm: float = 1.0,
     pinned: bool = True,

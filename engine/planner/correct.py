@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import replace
 
 from trireme.engine.build import Inputs
 from trireme.engine.planner.predict import Batch, Prediction
 from trireme.engine.planner.rates import COMPUTATION, Rates
 from trireme.engine.planner.simulate import drive_seconds
 from trireme.engine.queues.names import NET, READS, WRITES, kind_of, plain
-from trireme.engine.queues.trace import Span, busy
+from trireme.engine.queues.task import Task
+from trireme.engine.queues.trace import busy
 
 TIMED_BY = {  # kind of tasks -> their rates
     **{kind: (kind,) for kind in COMPUTATION},
@@ -27,7 +27,7 @@ TIMED_BY = {  # kind of tasks -> their rates
 SHARE = 0.05  # a queue's rate is corrected if it works for more than this share of the step
 
 
-def measured(spans: Sequence[Span]) -> dict[str, float]:
+def measured(spans: Sequence[Task]) -> dict[str, float]:
     """Seconds for which each kind of TIMED_BY worked; for the drive, seconds with requests in flight."""
     seconds_of, end = defaultdict[str, float](float), 0.0
     for queue, seconds in busy(spans).items():
@@ -41,7 +41,7 @@ def measured(spans: Sequence[Span]) -> dict[str, float]:
     return {kind: seconds_of[kind] for kind in TIMED_BY}
 
 
-def at_work(spans: Sequence[Span]) -> dict[str, float]:
+def at_work(spans: Sequence[Task]) -> dict[str, float]:
     """Seconds for which each queue worked, those of the drive as "ssd"; without queues between hosts, which wait for
     each other.
     """
@@ -56,22 +56,16 @@ def batch_of(micro: Sequence[Inputs]) -> Batch:
     return Batch(most.tokens, document, len(micro), most.trained / most.tokens, most.docs is not None)
 
 
-def until_its_end(spans: Sequence[Span]) -> list[Span]:
+def until_its_end(spans: Sequence[Task]) -> list[Task]:
     """The spans of a traced step, cut at the end of its computation.
 
     The tasks after that are the last updates, and reads for the next step.
     """
-    end, done = max((s.end for s in spans if kind_of(s.queue) == "compute"), default=float("inf")), []
-    for span in spans:
-        if span.end <= end:
-            done.append(span)
-        elif span.start < end:
-            share = (end - span.start) / (span.end - span.start)
-            done.append(replace(span, end=end, nbytes=share * span.nbytes, flops=share * span.flops))
-    return done
+    end = max((s.end for s in spans if kind_of(s.queue) == "compute"), default=float("inf"))
+    return [span.cut(end) for span in spans if span.end <= end or span.start < end]
 
 
-def corrected(rates: Rates, predicted: Prediction, spans: Sequence[Span], seconds: float) -> Rates:
+def corrected(rates: Rates, predicted: Prediction, spans: Sequence[Task], seconds: float) -> Rates:
     """Rates that would have `predicted` the time of each kind of task in `spans`, of a step that took `seconds`.
 
     Times are compared per byte, since a first step moves other amounts.

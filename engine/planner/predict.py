@@ -19,7 +19,6 @@ from trireme.engine.planner.rates import ATTENTION, Rates
 from trireme.engine.planner.simulate import DRIVE, SimulatedQueues, SimulatedTask, drive_seconds, is_copy
 from trireme.engine.queues.names import NET, PEERS, WRITES, gpu_of, plain
 from trireme.engine.queues.task import Kind, Task
-from trireme.engine.queues.trace import Span
 from trireme.engine.step import evaluate, train_step
 from trireme.models.config import ModelConfig
 from trireme.models.sizes import costs, measure, shapes
@@ -59,7 +58,7 @@ class Prediction:
     ssd_read: int  # bytes
     ssd_written: int
     swapped: int = 0  # of ssd_written, bytes of activations
-    spans: tuple[Span, ...] = ()  # of the last step; none if `roughly`
+    spans: tuple[Task, ...] = ()  # of the last step; none if `roughly`
 
 
 @dataclass(frozen=True)
@@ -211,7 +210,7 @@ def merge_factor(n_micro: int, gpus: int = 1) -> int:
     return max(k for k in range(1, n_micro + 1) if n_micro % k == 0 and (k == 1 or n_micro // k >= few))
 
 
-def _prediction(seconds: float, queues: SimulatedQueues, spans: tuple[Span, ...]) -> Prediction:
+def _prediction(seconds: float, queues: SimulatedQueues, spans: tuple[Task, ...]) -> Prediction:
     busy, moved = dict.fromkeys(("compute", "h2d", "d2h", "ssd", "cpu", "update"), 0.0), {"ssd_read": 0, "ssd_write": 0}
     working = defaultdict[tuple[str, int], list[SimulatedTask]](list)  # tasks by queue and GPU
     for t in queues.tasks:

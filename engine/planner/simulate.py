@@ -31,7 +31,6 @@ from trireme.engine.geometry import ADAM_BYTES
 from trireme.engine.planner.rates import Rates
 from trireme.engine.queues.names import BUS, LATER, PEERS, READS, STREAMED, WRITES, gpu_of, numbered, plain, queues_of
 from trireme.engine.queues.task import Kind, Task
-from trireme.engine.queues.trace import Span
 from trireme.storage.aio import BOUND, CLASSES, READ, WRITE
 
 DRIVE = dict.fromkeys(READS, "ssd_read") | dict.fromkeys(WRITES, "ssd_write")  # queue -> its rate
@@ -129,8 +128,8 @@ class SimulatedQueues:
         """Forgets the recorded tasks; those of the next step follow."""
         self.tasks, self.parts = [], []
 
-    def trace(self) -> list[Span]:
-        return [Span.over(t) for t in self.tasks]
+    def trace(self) -> list[Task]:
+        return [t.cut() for t in self.tasks]
 
     def repeat(self) -> None:
         """Makes the recorded step follow itself: a wait for a task of the previous step becomes a wait for the last

@@ -1,4 +1,4 @@
-"""Queues that execute tasks: immediately in the calling thread, or in threads and CUDA streams."""
+"""Queues that execute tasks, in threads and CUDA streams or immediately in the calling thread."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ import torch
 
 from trireme.engine.queues.names import ON_GPU, PEERS, gpu_of, kind_of, numbered, queues_of
 from trireme.engine.queues.task import Kind, Task
-from trireme.engine.queues.trace import Span
 
 
 class RealTask(Task):
@@ -51,66 +50,6 @@ class RealTask(Task):
             raise self.error
         if self.ended is not None:
             stream.wait_event(self.ended)
-
-
-class InlineQueues:
-    """Executes every task immediately in the calling thread. The results of all other queues are bitwise these."""
-
-    simulated = False
-
-    def __init__(self, device: torch.device | str = "cpu", gpus: int = 1):
-        """`device`: the first of `gpus` GPUs with consecutive numbers."""
-        first = torch.device(device)
-        if first.type == "cuda" and first.index is None:
-            first = torch.device("cuda", torch.cuda.current_device())
-        self.devices: Sequence[torch.device] = [first] + [
-            torch.device("cuda", first.index + gpu) if first.type == "cuda" else first for gpu in range(1, gpus)
-        ]
-        self.tasks: list[RealTask] = []
-        self.tracing = False
-        self.moved: Counter[str] = Counter()  # by queue: bytes of the tasks handed over
-        self.zero = time.perf_counter()
-
-    @property
-    def device(self) -> torch.device:
-        return self.devices[0]
-
-    def run(
-        self,
-        queue: str,
-        kind: Kind,
-        of: str,
-        fn: Callable[[], Any],
-        after: Sequence[Task] = (),
-        nbytes: float = 0,
-        flops: float = 0,
-    ) -> Task:
-        task = RealTask(queue, kind, of, nbytes, flops)
-        self._hand_over(task, fn, after)
-        self.moved[queue] += int(nbytes)
-        if self.tracing:
-            self.tasks.append(task)
-        return task
-
-    def _hand_over(self, task: RealTask, fn: Callable[[], Any], after: Sequence[Task]) -> None:
-        """Executes the task. Raises its error."""
-        execute(task, fn, after, None, self.zero)
-        if task.error is not None:
-            raise task.error
-        if self.device.type == "cuda":  # the CPU may read the bytes next
-            torch.cuda.current_stream(self.device).synchronize()
-
-    def drain(self) -> None:
-        """Returns at once: all tasks are over."""
-
-    def close(self) -> None:
-        """Does nothing: there are no threads."""
-
-    def trace(self) -> list[Span]:
-        """The tasks recorded while `tracing` since the last call. To be called after `drain`."""
-        spans = [Span.over(t) for t in self.tasks]
-        self.tasks = []
-        return spans
 
 
 PROFILED = "NVTX_INJECTION64_PATH" in os.environ  # as Nsight Systems and Nsight Compute start a program
@@ -170,31 +109,57 @@ def _reset_interpreter() -> None:
             gc.unfreeze()
 
 
-class RealQueues(InlineQueues):
+class RealQueues:
     """A thread for each queue, with a CUDA stream for those of a GPU. The caller's thread executes one GPU's `compute`.
 
     While any are open, the interpreter's threads take shorter turns, and garbage is collected more rarely.
     """
 
-    def __init__(self, device: torch.device | str = "cpu", extra: Sequence[str] = (), gpus: int = 1, hosts: int = 1):
-        super().__init__(device, gpus)
+    simulated = False
+
+    def __init__(
+        self,
+        device: torch.device | str = "cpu",
+        extra: Sequence[str] = (),
+        gpus: int = 1,
+        hosts: int = 1,
+        threads: bool = True,
+    ):
+        """`device`: the first of `gpus` GPUs with consecutive numbers. Without `threads` the caller executes every task
+        at once; the results of all queues are bitwise those.
+        """
+        first = torch.device(device)
+        if first.type == "cuda" and first.index is None:
+            first = torch.device("cuda", torch.cuda.current_device())
+        self.devices: Sequence[torch.device] = [first] + [
+            torch.device("cuda", first.index + gpu) if first.type == "cuda" else first for gpu in range(1, gpus)
+        ]
         self.names = queues_of(gpus, hosts)
+        self.tasks: list[RealTask] = []
+        self.tracing = False
+        self.moved: Counter[str] = Counter()  # by queue: bytes of the tasks handed over
         self.error: BaseException | None = None
         self.failed: Callable[[BaseException], object] = lambda _: None  # hears of the first of a thread
         self.at: dict[str, RealTask] = {}  # by queue: its task, waiting or started
         self.over: Counter[str] = Counter()  # by queue: tasks executed, on streams issued
         self.streams: dict[str, torch.cuda.Stream] = {}
         self.origins: list[tuple[torch.cuda.Event, float]] = []  # by GPU: an event, its time
-        if self.device.type == "cuda":
+        self.zero = time.perf_counter()
+        if self.device.type == "cuda" and threads:
             for gpu in range(gpus):
                 self._open(gpu)
             self.zero = self.origins[0][1]
         self.queues: dict[str, SimpleQueue[Any]] = {}
         self.threads: list[threading.Thread] = []
-        for name in (*self.names[gpus == 1 :], *extra):
+        for name in (*self.names[gpus == 1 :], *extra) if threads else ():
             self._start(name)
-        _set_interpreter(gpus)  # last: `close` resets it, and there is none if this fails
+        if threads:
+            _set_interpreter(gpus)  # last: `close` resets it, and there is none if this fails
         self.open = True
+
+    @property
+    def device(self) -> torch.device:
+        return self.devices[0]
 
     def _start(self, queue: str) -> None:
         """Starts a queue's thread."""
@@ -214,20 +179,35 @@ class RealQueues(InlineQueues):
         origin.synchronize()
         self.origins.append((origin, time.perf_counter()))
 
-    def _hand_over(self, task: RealTask, fn: Callable[[], Any], after: Sequence[Task]) -> None:
-        """Gives the task to its queue's thread; one GPU's `compute` is executed here.
-
-        Raises the first error of any thread, and of a task executed here its own: that task is not counted.
+    def run(
+        self,
+        queue: str,
+        kind: Kind,
+        of: str,
+        fn: Callable[[], Any],
+        after: Sequence[Task] = (),
+        nbytes: float = 0,
+        flops: float = 0,
+    ) -> Task:
+        """As of Queues. Raises the first error of any thread, and of a task executed here its own: that task is not
+        counted.
         """
         assert self.open, "the queues are closed"
         if self.error is not None:
             raise self.error
-        if task.queue == "compute" and len(self.devices) == 1:
-            self._execute(task, fn, after, self.streams.get(task.queue))
+        task = RealTask(queue, kind, of, nbytes, flops)
+        if self.threads and not (queue == "compute" and len(self.devices) == 1):
+            self.queues[queue].put((task, fn, tuple(after)))
+        else:
+            self._execute(task, fn, after, self.streams.get(queue))
             if task.error is not None:
                 raise task.error
-        else:
-            self.queues[task.queue].put((task, fn, tuple(after)))
+            if self.device.type == "cuda" and not self.threads:  # the CPU may read the bytes next
+                torch.cuda.current_stream(self.device).synchronize()
+        self.moved[queue] += int(nbytes)
+        if self.tracing:
+            self.tasks.append(task)
+        return task
 
     def _execute(
         self, task: RealTask, fn: Callable[[], Any], after: Sequence[Task], stream: torch.cuda.Stream | None
@@ -289,14 +269,16 @@ class RealQueues(InlineQueues):
         if self.origins:
             for stream in self.streams.values():
                 stream.synchronize()
-        if self.open:
-            self.open = False
+        if self.open and self.threads:
             _reset_interpreter()
+        self.open = False
 
-    def trace(self) -> list[Span]:
+    def trace(self) -> list[Task]:
+        """The tasks recorded while `tracing` since the last call. To be called after `drain`."""
         for t in self.tasks:
             if t.began is not None and t.ended is not None:
                 origin, at = self.origins[gpu_of(t.queue)]
                 t.start = origin.elapsed_time(t.began) / 1e3 + (at - self.zero)
                 t.end = origin.elapsed_time(t.ended) / 1e3 + (at - self.zero)
-        return super().trace()
+        trace, self.tasks = [t.cut() for t in self.tasks], []
+        return trace

@@ -1,10 +1,10 @@
 """Tasks, and the queues that execute them in order; each queue is one resource.
 
 A task waits only for tasks handed over before it, and each queue executes in order, so there is no deadlock. There are
-three kinds of queues:
+two kinds of queues:
 
-- `InlineQueues` (real.py): executes every task at once;
-- `RealQueues` (real.py): a thread for each queue and, for work on a GPU, a stream; ordered by futures and events;
+- `RealQueues` (real.py): a thread for each queue and, for work on a GPU, a stream; ordered by futures and events. On
+  demand without threads: every task is executed at once;
 - `SimulatedQueues` (planner/simulate.py): computes times alone; a task starts when its queue is free and all tasks that
   it waits for have ended.
 """
@@ -12,6 +12,7 @@ three kinds of queues:
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import inf
 from typing import Any, Literal, Protocol
 
 import torch
@@ -22,11 +23,6 @@ Kind = Literal[
     "weights", "state", "gradient", "activations",  # transfers, by content
     "other",
 ]  # fmt: skip
-
-
-def named(kind: Kind, of: str) -> str:
-    """The name of a task, for people."""
-    return of if kind == "other" else f"{kind} {of}".rstrip()
 
 
 class Task:
@@ -40,7 +36,15 @@ class Task:
 
     @property
     def name(self) -> str:
-        return named(self.kind, self.of)
+        """For people."""
+        return self.of if self.kind == "other" else f"{self.kind} {self.of}".rstrip()
+
+    def cut(self, end: float = inf) -> Task:
+        """A copy for a trace, without the task's result: ended by `end`, with its share of bytes and FLOPs."""
+        share = 1 if self.end <= end else (end - self.start) / (self.end - self.start)
+        task = Task(self.queue, self.kind, self.of, share * self.nbytes, share * self.flops)
+        task.start, task.end = self.start, min(self.end, end)
+        return task
 
     def wait(self) -> Any:
         """Blocks until the task is over, on the GPU too. Returns its result or raises its error."""

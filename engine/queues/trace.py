@@ -4,34 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from trireme.engine.queues.names import QUEUES, title
-from trireme.engine.queues.task import Kind, Task, named
+from trireme.engine.queues.task import Task
 
 
-@dataclass(frozen=True)
-class Span:
-    """An executed task; times in seconds since the queues began."""
-
-    queue: str
-    kind: Kind
-    of: str
-    start: float
-    end: float
-    nbytes: float
-    flops: float
-
-    @staticmethod
-    def over(t: Task) -> Span:
-        return Span(t.queue, t.kind, t.of, t.start, t.end, t.nbytes, t.flops)
-
-    @property
-    def name(self) -> str:
-        return named(self.kind, self.of)
-
-
-def busy(spans: Sequence[Span]) -> dict[str, float]:
+def busy(spans: Sequence[Task]) -> dict[str, float]:
     """Seconds of work by queue."""
     total: dict[str, float] = {}
     for s in spans:
@@ -39,7 +17,7 @@ def busy(spans: Sequence[Span]) -> dict[str, float]:
     return total
 
 
-def perfetto(spans: Sequence[Span]) -> str:
+def perfetto(spans: Sequence[Task]) -> str:
     """A Chrome trace for ui.perfetto.dev, in JSON: one row for each queue, times in microseconds."""
     rows = {queue: i for i, queue in enumerate(dict.fromkeys((*QUEUES, *(s.queue for s in spans))))}
     events = [

@@ -27,7 +27,7 @@ from trireme.engine.planner.lines import ready_line, took_line
 from trireme.engine.planner.machine import note_drives
 from trireme.engine.planner.predict import predict
 from trireme.engine.queues.names import READS
-from trireme.engine.queues.trace import Span
+from trireme.engine.queues.task import Task
 from trireme.engine.run import config_file, folder, page, report, screen
 from trireme.engine.run.after import hub
 from trireme.engine.run.evaluate import documents, with_reference, with_teacher
@@ -280,7 +280,7 @@ class Run:
     def epoch(self) -> float:
         return round(self.done.step / self.job.data.steps_per_epoch(self.job.options.batch_size), 4)
 
-    def trace(self) -> list[Span]:
+    def trace(self) -> list[Task]:
         """The tasks of the last step. Also notes the busiest queue."""
         training = self.training
         with screen.clock().at("steps"), training.watched(f"step {self.done.step:,}"):
@@ -291,7 +291,7 @@ class Run:
         self.busy = [f"a step   {', '.join(f'{queue} {s:.3g} s' for queue, s in busy.items() if s)} at work"]
         return spans
 
-    def correct(self, spans: Sequence[Span], micro: Sequence[Inputs], seconds: float) -> None:
+    def correct(self, spans: Sequence[Task], micro: Sequence[Inputs], seconds: float) -> None:
         """Corrects the rates by a traced step, which took `seconds` for usual tokens: those of drives for later runs,
         and, after the warm step, the estimate of this one.
         """

@@ -22,7 +22,7 @@ from trireme.engine.planner.probe.drive import drive_rates
 from trireme.engine.planner.probe.processor import processor_rates
 from trireme.engine.planner.rates import Rates, rates_of
 from trireme.engine.queues.names import READS, WRITES, kind_of
-from trireme.engine.queues.trace import Span
+from trireme.engine.queues.task import Task
 from trireme.models.config import ModelConfig, Scan
 from trireme.models.sizes import costs, measure
 
@@ -58,10 +58,9 @@ def forget_peaks(device: torch.device) -> None:
         torch.cuda.reset_peak_memory_stats(device)
 
 
-def lower_bounds(spans: Sequence[Span], ceilings: Rates, adam_params: float) -> dict[str, float]:
+def lower_bounds(spans: Sequence[Task], ceilings: Rates, adam_params: float) -> dict[str, float]:
     """Seconds of each queue's work in a step at its ceiling, of the slowest GPU. An SSD reads or writes, not both."""
-    flops: Counter[str] = Counter()
-    moved: Counter[str] = Counter()
+    flops, moved = Counter[str](), Counter[str]()
     for s in spans:
         flops[s.queue] += s.flops
         moved[s.queue] += s.nbytes

@@ -41,8 +41,9 @@ from trireme.engine.planner.rates import CODE, Rates
 from trireme.engine.planner.rule import Wanted, simple_plan, sizes_of, sliced
 from trireme.engine.planner.sizes import names
 from trireme.engine.queues.names import numbered
-from trireme.engine.queues.real import InlineQueues, RealQueues
-from trireme.engine.queues.trace import Span, busy, perfetto
+from trireme.engine.queues.real import RealQueues
+from trireme.engine.queues.task import Task
+from trireme.engine.queues.trace import busy, perfetto
 from trireme.engine.run.planning import record_size
 from trireme.engine.step import train_step
 from trireme.engine.tuning.chosen import aware
@@ -102,8 +103,8 @@ class Run(NamedTuple):
     times: list[float]
     warm_s: float  # of no meaning where `warm` is empty
     losses: list[float]
-    warm: list[Span]
-    last: list[Span]
+    warm: list[Task]
+    last: list[Task]
 
 
 def run_steps(a: Arguments, e: Engine, batch_of: Callable[[int], list[MicroBatch]]) -> Run:
@@ -154,7 +155,7 @@ def _step(
 @contextmanager
 def engine_of(a: Arguments, cfg: ModelConfig, plan: Plan, limits: Limits, device: torch.device) -> Iterator[Engine]:
     torch.manual_seed(0)
-    queues = (InlineQueues if "overlap" in a.off else RealQueues)(device, gpus=plan.gpus)
+    queues = RealQueues(device, gpus=plan.gpus, threads="overlap" not in a.off)
     start = time.perf_counter()
     hold_to(limits, device)
     folder = Path(a.store) if a.store else None

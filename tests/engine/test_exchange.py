@@ -17,7 +17,7 @@ from trireme.engine.exchange import Exchange
 from trireme.engine.memory import views
 from trireme.engine.placement import Entry
 from trireme.engine.plan import UnitPlan
-from trireme.engine.queues.real import InlineQueues
+from trireme.engine.queues.real import RealQueues
 from trireme.kernels.fp8.reference import quantize
 from trireme.kernels.reference import split_master
 from trireme.models import hf
@@ -55,7 +55,7 @@ def checkpoint(folder, cfg, dtype="F32", seed=0, **extra):
 
 def exchange(cfg, source, tier="gpu", dtype="BF16"):
     plan = gpu_plan(cfg, units=(UnitPlan(tier, tier),) * cfg.n_units, dtype=dtype, record=700)
-    return Exchange(cfg, source, build(cfg, plan, LIMITS, InlineQueues(), store=MemoryStore()).placement)
+    return Exchange(cfg, source, build(cfg, plan, LIMITS, RealQueues(threads=False), store=MemoryStore()).placement)
 
 
 @pytest.mark.parametrize("tier", ["gpu", "ram", "ssd"])
@@ -138,7 +138,7 @@ def test_frozen_matrices_are_loaded_as_codes(tmp_path, tier, stored, compute, mo
     cfg = replace(FP8, frozen=("*",))
     source = checkpoint(tmp_path / "in", cfg, stored)
     plan = gpu_plan(cfg, units=(UnitPlan(base=tier),) * cfg.n_units, dtype=compute)
-    x = Exchange(cfg, source, build(cfg, plan, LIMITS, InlineQueues(), scratch=MemoryScratch()).placement)
+    x = Exchange(cfg, source, build(cfg, plan, LIMITS, RealQueues(threads=False), scratch=MemoryScratch()).placement)
     x.load()
     geo, dtype = x.placement.geo, {"F32": torch.float32, "BF16": torch.bfloat16}[compute]
     for u in range(1, geo.head):

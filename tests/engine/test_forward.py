@@ -15,7 +15,7 @@ from trireme.engine.plan import TIERS, DoesNotFit, Limits, UnitPlan
 from trireme.engine.planner.forward_only import forward_plan
 from trireme.engine.planner.rates import Rates
 from trireme.engine.planner.simulate import SimulatedQueues
-from trireme.engine.queues.real import InlineQueues, RealQueues
+from trireme.engine.queues.real import RealQueues
 from trireme.engine.run.evaluate import continued
 from trireme.engine.step import evaluate
 from trireme.models.rows import rope_tables
@@ -66,7 +66,7 @@ def test_losses_and_texts_are_those_in_training(name, base):
 @pytest.mark.parametrize("cfg", [LLAMA, PACKED])
 def test_no_byte_is_written(cfg):
     """What does not fit is read from the drive."""
-    unit, queues = UnitPlan(base="ssd"), InlineQueues()
+    unit, queues = UnitPlan(base="ssd"), RealQueues(threads=False)
     e = make(untrained(cfg), gpu_plan(cfg, units=(unit,) * cfg.n_units, dtype="BF16", n_micro=3), queues)
     before = queues.moved.copy()
     passes(e, "")

@@ -12,7 +12,7 @@ from tiny import CASES, oracle
 
 from trireme.engine.build import build
 from trireme.engine.exchange import Exchange
-from trireme.engine.queues.real import InlineQueues
+from trireme.engine.queues.real import RealQueues
 from trireme.engine.updates import AdamW
 from trireme.models.config import parse_config
 
@@ -72,7 +72,7 @@ def compare(folder, theirs, monkeypatch):
     monkeypatch.setattr(engines, "BALANCE", 0.0)
     cfg, source, _ = opened(folder)
     adamw = AdamW(eps=EPS, weight_decay=0.0, max_grad_norm=0.0)
-    e = build(cfg, gpu_plan(cfg), LIMITS, InlineQueues(), adamw=adamw)
+    e = build(cfg, gpu_plan(cfg), LIMITS, RealQueues(threads=False), adamw=adamw)
     Exchange(cfg, source, e.placement).load()
     steps = batches(cfg, STEPS, 2, 24)
     lr = LOW_LR if cfg.scan or cfg.family.layers else LR

@@ -13,7 +13,7 @@ from trireme.engine.between import READ_AHEAD, load_from_store
 from trireme.engine.build import build
 from trireme.engine.placement import Entry
 from trireme.engine.plan import UnitPlan
-from trireme.engine.queues.real import InlineQueues
+from trireme.engine.queues.real import RealQueues
 from trireme.storage.aio import address_of
 from trireme.storage.files import StoreError
 
@@ -46,7 +46,7 @@ def test_after_an_error_nothing_of_the_buffer_is_in_flight(way, how):
     """The parts of a record, moments and low halves, travel as two shards."""
     plan = gpu_plan(LLAMA, units=(UnitPlan("ram", "ram"),) * 5, dtype="BF16")
     store = SickStore(*how)
-    placement = build(LLAMA, plan, LIMITS, InlineQueues(), store=store).placement
+    placement = build(LLAMA, plan, LIMITS, RealQueues(threads=False), store=store).placement
     with pytest.raises(StoreError, match="Input/output error"):
         placement.move(way, placement.shards_of(Entry("state", 1)), placement.state[1][0])
     assert all(future.done() for future in store.slow)
@@ -73,7 +73,7 @@ def test_who_leaves_while_all_is_read_leaves_nothing_in_flight(last):
     placement = [UnitPlan("ssd", "ssd"), UnitPlan("ram", "ssd"), UnitPlan("ram", "ram")]
     plan = gpu_plan(LLAMA, units=tuple(placement[u % 3] for u in range(5)), dtype="BF16", record=512, state_slots=2)
     store, told = SlowStore(), []
-    placement = build(LLAMA, plan, LIMITS, InlineQueues(), store=store).placement
+    placement = build(LLAMA, plan, LIMITS, RealQueues(threads=False), store=store).placement
 
     def progress(nbytes: int) -> None:
         told.append(nbytes)

@@ -13,7 +13,7 @@ from engines import LLAMA, batches, fork, gpu_plan, lent, make, relayed, train
 from trireme.engine.build import Ahead, in_ram, inputs_on, placed
 from trireme.engine.plan import UnitPlan
 from trireme.engine.queues.names import PEERS, QUEUES, STREAMED, TITLES, kind_of, queues_of
-from trireme.engine.queues.real import InlineQueues, RealQueues
+from trireme.engine.queues.real import RealQueues
 from trireme.engine.queues.trace import perfetto
 from trireme.engine.queues.watchdog import HALVES, HUNG, leave, watch
 from trireme.engine.step import train_step
@@ -118,11 +118,11 @@ def test_an_error_in_any_queue_ends_the_step_with_that_error(queue):
     failing.close()
 
 
-class Noting(InlineQueues):
+class Noting(RealQueues):
     """Notes which tasks are over before a task begins: those that it waits for, and those before it in its queue."""
 
     def __init__(self):
-        super().__init__()
+        super().__init__(threads=False)
         self.before, self.last = {}, {}
 
     def run(self, queue, kind, of, fn, after=(), nbytes=0, flops=0):
@@ -145,7 +145,7 @@ def test_a_streamed_update_comes_after_the_copy_of_the_last_ones_weights():
 
 
 def test_a_second_flush_copies_nothing():
-    queues = InlineQueues()
+    queues = RealQueues(threads=False)
     e = make(LLAMA, gpu_plan(LLAMA, units=(UnitPlan("ram", "ram", "gpu"),) * 5), queues)
     train(e, batches(LLAMA, 1, 1, 24))
     before = queues.moved.copy()

@@ -36,7 +36,7 @@ from trireme.engine.plan import TIERS, UnitPlan
 from trireme.engine.planner.rates import Rates
 from trireme.engine.planner.simulate import SimulatedQueues
 from trireme.engine.queues.names import ON_GPU, PEERS, gpu_of, kind_of, queues_of
-from trireme.engine.queues.real import InlineQueues, RealQueues
+from trireme.engine.queues.real import RealQueues
 from trireme.engine.step import evaluate, train_step
 from trireme.models.config import InputError
 
@@ -139,11 +139,11 @@ def test_by_peer_copies_nothing_between_layers_goes_through_ram(tier):
     assert not [b for b in buffers(e.geo, plan) if (b.tier, b.what) == ("ram", "dx")]
 
 
-class Guarded(InlineQueues):
+class Guarded(RealQueues):
     """While a task of a GPU runs, the memory of the others gives no access; in a task of RAM that of all."""
 
     def __init__(self, gpus):
-        super().__init__("cpu", gpus)
+        super().__init__("cpu", gpus=gpus, threads=False)
         self.maps, self.libc = [], ctypes.CDLL(None, use_errno=True)  # (GPU, address, bytes)
 
     def guard(self, own):
@@ -220,7 +220,7 @@ def test_each_gpu_has_the_memory_of_its_units_and_the_fullest_counts():
     kept = UnitPlan(x="ram", saved=(("qkv", "gpu"),))
     plan = gpu_plan(DEEP, units=(kept,) * 8, between="ram", dtype="BF16")
     two, one = relayed(plan, (0, 1)), usage(Geometry.of(DEEP, plan), plan)
-    e = make(DEEP, two, InlineQueues(gpus=2))
+    e = make(DEEP, two, RealQueues(gpus=2, threads=False))
     each = [e.memory.used("gpu", gpu) for gpu in range(2)]
     assert usage(e.geo, two)["gpu"] == max(each) == e.memory.used("gpu")
     assert max(each) < one["gpu"] < sum(each)  # rings and workspace are on both

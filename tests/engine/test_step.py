@@ -44,7 +44,7 @@ from trireme.engine.plan import TIERS, UnitPlan
 from trireme.engine.planner.rates import Rates
 from trireme.engine.planner.simulate import SimulatedQueues
 from trireme.engine.queues.names import READS, WRITES, queues_of
-from trireme.engine.queues.real import InlineQueues, RealQueues
+from trireme.engine.queues.real import RealQueues
 from trireme.engine.run.evaluate import continued
 from trireme.engine.step import evaluate, train_step
 from trireme.engine.updates import AdamW
@@ -255,7 +255,9 @@ def test_experts_come_in_slices(model, slices, at_once, base):
     check(plan, LateQueues(LAGS[0]), model)
     geo = geometry.Geometry.of(MODELS[model], plan)
     assert len(geo.slices) == sum(o.experts is not None for o in geo.cfg.layers) * min(slices, geo.cfg.experts.count)
-    memory = build(MODELS[model], plan, LIMITS, InlineQueues(), store=MemoryStore(), scratch=MemoryScratch()).memory
+    memory = build(
+        MODELS[model], plan, LIMITS, RealQueues(threads=False), store=MemoryStore(), scratch=MemoryScratch()
+    ).memory
     assert usage(geo, plan) == {tier: memory.used(tier) for tier in ("gpu", "ram")}
     whole = geometry.Geometry.of(MODELS[model], replace(plan, slices=1))
     assert [sum(t.nbytes for v in (u, *of) for t in geo.base[v].tensors) for u, of in enumerate(geo.slices_of)] == [
@@ -379,7 +381,7 @@ def test_what_is_needed_next_is_on_its_way_before(between, slots):
 @pytest.mark.parametrize("base", TIERS)
 def test_what_is_frozen_is_read_alone(base):
     """It is as it was, and no byte of it is written to the SSD in a step."""
-    queues = InlineQueues()
+    queues = RealQueues(threads=False)
     e = make(LORA, gpu_plan(LORA, units=(UnitPlan("ram", "ram", base=base),) * 5, dtype="BF16"), queues)
     before, moved = frozen_bytes(e), queues.moved.copy()
     run(e, 2)

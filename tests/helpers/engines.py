@@ -29,7 +29,7 @@ from trireme.engine.exchange import Exchange, fetch, fill, fill_base
 from trireme.engine.memory import Buffer, Pool
 from trireme.engine.plan import TIERS, Limits, Plan, UnitPlan
 from trireme.engine.queues.names import QUEUES, queues_of
-from trireme.engine.queues.real import InlineQueues, RealQueues, RealTask, execute
+from trireme.engine.queues.real import RealQueues, RealTask, execute
 from trireme.engine.run.loop import load_record
 from trireme.engine.step import train_step
 from trireme.engine.tuning.base import CheckpointBase, why_copied
@@ -264,7 +264,7 @@ class LateTask(RealTask):
         return super().wait()
 
 
-class LateQueues(InlineQueues):
+class LateQueues(RealQueues):
     """Queues in one thread, some of them as late and the others as early as what tasks wait for allows.
 
     A task of a `late` queue runs when something that is not late, or the caller, cannot go on without it; of others,
@@ -273,26 +273,26 @@ class LateQueues(InlineQueues):
     """
 
     def __init__(self, late: Collection[str], gpus: int = 1):
-        super().__init__("cpu", gpus)
-        self.late, self.queues = late, {queue: deque() for queue in (*queues_of(gpus), "poison")}
+        super().__init__("cpu", gpus=gpus, threads=False)
+        self.late, self.lines = late, {queue: deque() for queue in (*queues_of(gpus), "poison")}
 
     def run(self, queue, kind, of, fn, after=(), nbytes=0, flops=0):
         task = LateTask(queue, kind, of, nbytes, flops)
         task.queues = self
-        self.queues[queue].append((task, fn, tuple(after)))
+        self.lines[queue].append((task, fn, tuple(after)))
         if queue == "compute" and queue not in self.late and len(self.devices) == 1:
             self.reach(task)
         self._go_on()
         return task
 
     def drain(self):
-        for tasks in self.queues.values():
+        for tasks in self.lines.values():
             while tasks:
                 self.reach(tasks[0][0])
 
     def reach(self, task):
         """Runs a task, after those of its queue before it, and each after those that it waits for."""
-        tasks = self.queues[task.queue]
+        tasks = self.lines[task.queue]
         while not task._issued.is_set():
             for other in tasks[0][2]:
                 self.reach(other)
@@ -303,7 +303,7 @@ class LateQueues(InlineQueues):
 
     def _go_on(self):
         """Runs all that can run by now on the queues that are not late."""
-        early = [tasks for queue, tasks in self.queues.items() if queue not in self.late]
+        early = [tasks for queue, tasks in self.lines.items() if queue not in self.late]
         while ready := [q for q in early if q and all(other._issued.is_set() for other in q[0][2])]:
             for tasks in ready:
                 self.reach(tasks[0][0])
@@ -475,7 +475,7 @@ def cards(gpus: int) -> RealQueues:
 
 def make(cfg: ModelConfig, plan: Plan, queues=None, adamw: AdamW | None = None, poison: bool = True, **more) -> Engine:
     """A loaded engine on the device of its queues, the CPU by default."""
-    queues = queues or InlineQueues()
+    queues = queues or RealQueues(threads=False)
     more = {"store": MemoryStore(), "scratch": MemoryScratch()} | (poisoned(queues) if poison else {}) | more
     e = build(cfg, plan, LIMITS, queues, adamw=adamw, **more)
     sizes = {name: prod(shape) for name, shape in stored_tensors(e.cfg).items()}
@@ -556,7 +556,7 @@ def exchange(cfg, source, tier="ram", dtype="BF16", files=None, queues=None, **c
     units = (UnitPlan(tier, tier, base=tier),) * replace(cfg, halves=change.get("halves", False)).n_units
     plan = gpu_plan(cfg, units=units, dtype=dtype, record=700, **change)
     places = dict(store=MemoryStore(), scratch=MemoryScratch(), files=files)
-    queues = queues or InlineQueues()
+    queues = queues or RealQueues(threads=False)
     e = build(cfg, plan, LIMITS, queues, **places, **poisoned(queues))
     return e, Exchange(cfg, source, e.placement)
 

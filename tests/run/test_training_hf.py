@@ -12,7 +12,7 @@ from trireme.engine.build import build, in_ram, placed
 from trireme.engine.exchange import fill, fill_base
 from trireme.engine.optimizer import DECAYED, learning_rate
 from trireme.engine.plan import Plan, UnitPlan
-from trireme.engine.queues.real import InlineQueues, RealQueues
+from trireme.engine.queues.real import RealQueues
 from trireme.engine.step import train_step
 from trireme.engine.updates import AdamW
 from trireme.kernels import reference
@@ -115,7 +115,7 @@ def both(family, queues, dtype):
 @pytest.mark.full
 @pytest.mark.parametrize("family", FAMILIES)
 def test_twenty_steps_in_fp32(family):
-    ours, theirs = both(family, InlineQueues(), "F32")
+    ours, theirs = both(family, RealQueues(threads=False), "F32")
     assert ours[-1][0] < 0.6 * ours[0][0]  # the batch is the same every step: it is learnt
     for (loss, norm), (expected, expected_norm) in zip(ours, theirs, strict=True):
         assert loss == pytest.approx(expected, rel=1e-4, abs=2e-5)  # small at the end
@@ -144,7 +144,7 @@ def test_neftune(family):
 
     model.get_input_embeddings().register_forward_hook(hook)
     theirs = with_transformers(model, steps, "cpu")
-    ours = with_trireme(cfg, state, steps, InlineQueues(), "F32", noise)
+    ours = with_trireme(cfg, state, steps, RealQueues(threads=False), "F32", noise)
     assert not told
     for (loss, norm), (expected, expected_norm) in zip(ours, theirs, strict=True):
         assert loss == pytest.approx(expected, rel=1e-4, abs=2e-5)
@@ -157,7 +157,7 @@ def test_label_smoothing():
     model, cfg = oracle("llama", FAMILIES["llama"])
     state = {name: t.detach().clone() for name, t in model.state_dict().items()}
     steps = [[Batch(cfg.vocab, (20, 28), 0), Batch(cfg.vocab, (1, 11, 30), 1)] for _ in range(STEPS)]
-    ours = with_trireme(replace(cfg, smoothing=0.1), state, steps, InlineQueues(), "F32")
+    ours = with_trireme(replace(cfg, smoothing=0.1), state, steps, RealQueues(threads=False), "F32")
     for (loss, norm), (expected, expected_norm) in zip(ours, with_transformers(model, steps, "cpu", 0.1), strict=True):
         assert loss == pytest.approx(expected, rel=1e-4)
         assert norm == pytest.approx(expected_norm, rel=5e-3)

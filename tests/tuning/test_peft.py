@@ -19,7 +19,7 @@ from trireme.engine.between import Reader
 from trireme.engine.build import build
 from trireme.engine.exchange import Exchange
 from trireme.engine.plan import UnitPlan
-from trireme.engine.queues.real import InlineQueues
+from trireme.engine.queues.real import RealQueues
 from trireme.engine.tuning.adapters import WEIGHTS, adapter_shapes, peft_names, save_adapter
 from trireme.engine.tuning.chosen import adapted, targets
 from trireme.engine.tuning.merging import merge_adapter
@@ -131,7 +131,7 @@ def trained_logits(folder, cfg, steps):
 
     adapter, source = read_adapter(folder / "adapter", cfg), open_source(folder / "base")
     cfg, adamw = adapted(cfg, adapter.lora), AdamW(weight_decay=0.0, max_grad_norm=0.0)
-    e = build(cfg, gpu_plan(cfg, n_micro=1), LIMITS, InlineQueues(), adamw=adamw)
+    e = build(cfg, gpu_plan(cfg, n_micro=1), LIMITS, RealQueues(threads=False), adamw=adamw)
     Exchange(cfg, source, e.placement, adapter.values).load()
     batch = batches(cfg, 1, 1, 24)[0]
     train(e, [batch] * steps, lr=0.01)
@@ -181,7 +181,7 @@ OURS = {"gpt2": ("c_attn", "c_fc"), "llama": ("q_proj", "v_proj", "down_proj"), 
 
 def engine(cfg, source, adapters=None, tier="ssd"):
     plan = gpu_plan(cfg, units=(UnitPlan("ram", "ram", base=tier),) * cfg.n_units, record=700)
-    e = build(cfg, plan, LIMITS, InlineQueues(), store=MemoryStore(), scratch=MemoryScratch())
+    e = build(cfg, plan, LIMITS, RealQueues(threads=False), store=MemoryStore(), scratch=MemoryScratch())
     Exchange(cfg, source, e.placement, adapters).load()
     return e
 
