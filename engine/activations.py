@@ -150,7 +150,7 @@ class Activation:
 
 
 class InUse(NamedTuple):
-    """An activation as a task's use: its buffer, and what to call with the task (memory.Use)."""
+    """An activation as a task's use: its buffer, and what to call with the task."""
 
     of: Activation
     buffer: Buffer

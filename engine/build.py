@@ -13,18 +13,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trireme.engine.activations import ActivationSwap
+from trireme.engine.activations import ActivationSwap, InUse
 from trireme.engine.buffers import workspace
 from trireme.engine.geometry import Geometry
 from trireme.engine.gradients import Gradients, SharedGradients, Wire
-from trireme.engine.memory import Memory, Pool, Use
+from trireme.engine.memory import Buffer, Memory, Pool
 from trireme.engine.optimizer import Optimizer
 from trireme.engine.placement import BaseFiles, Placement, Scratch, Space, Store
 from trireme.engine.plan import Limits, Plan
 from trireme.engine.queues.names import numbered
 from trireme.engine.queues.task import Kind, Queues, Task
 from trireme.engine.updates import AdamW
-from trireme.engine.weights import WeightStream
+from trireme.engine.weights import UnitWeights, WeightStream
 from trireme.kernels import ops
 from trireme.models.config import InputError, ModelConfig
 from trireme.models.head import Shares
@@ -35,6 +35,10 @@ from trireme.models.sizes import costs, narrow
 
 Key = TypeVar("Key")
 Value = TypeVar("Value")
+
+
+# What a task reads or writes: it comes after `ready`, and `done` is called with it.
+Use = UnitWeights | InUse | Buffer
 
 
 @dataclass

@@ -38,13 +38,6 @@ class Stretch(NamedTuple):
     place: int
 
 
-class Slice(NamedTuple):
-    """Some of unit u's frozen `experts`. It is a unit of frozen weights, numbered after the units of the model."""
-
-    u: int
-    experts: range
-
-
 def extent(piece: Sequence[Stretch]) -> tuple[int, int]:
     """(first element, number of elements) of consecutive stretches."""
     return piece[0].start, piece[-1].stop - piece[0].start
@@ -90,28 +83,31 @@ class Geometry:
         return shapes.alike(self.cfg)
 
     @cached_property
-    def slices(self) -> tuple[Slice, ...]:
-        """The slices of all units, in order."""
-        return tuple(Slice(u, experts) for u in range(self.n_units) for experts in narrow.slices(self.cfg, u))
+    def slices(self) -> tuple[tuple[int, range], ...]:
+        """The slices of all units in order: (unit, some of its frozen experts). A slice is a unit of frozen weights,
+        numbered after the units of the model.
+        """
+        return tuple((u, experts) for u in range(self.n_units) for experts in narrow.slices(self.cfg, u))
 
     @cached_property
     def slices_of(self) -> tuple[range, ...]:
         """For each unit the numbers of its slices."""
-        counts = Counter(s.u for s in self.slices)
+        counts = Counter(u for u, _ in self.slices)
         ends = accumulate((counts[u] for u in range(self.n_units)), initial=self.n_units)
         return tuple(range(a, b) for a, b in pairwise(ends))
 
-    def slice_at(self, v: int) -> Slice:
-        return self.slices[v - self.n_units]
-
     def unit_of(self, v: int) -> int:
         """The unit of the model that a unit of frozen weights belongs to."""
-        return v if v < self.n_units else self.slice_at(v).u
+        return v if v < self.n_units else self.slices[v - self.n_units][0]
+
+    def experts_of(self, v: int) -> range:
+        """The experts of a slice."""
+        return self.slices[v - self.n_units][1]
 
     def share_of_slice(self, v: int) -> float:
         """The share of its layer's experts that a slice has."""
         assert self.cfg.experts is not None
-        return len(self.slice_at(v).experts) / self.cfg.experts.count
+        return len(self.experts_of(v)) / self.cfg.experts.count
 
     @cached_property
     def base_names(self) -> tuple[str, ...]:
@@ -192,7 +188,7 @@ class Geometry:
 
     def _slice_on_disk(self, v: int, parts: Mapping[str, narrow.PartOf]) -> Layout:
         """The same for a slice of experts."""
-        u, experts = self.slice_at(v)
+        u, experts = self.slices[v - self.n_units]
         of_all = {name: shape for group in shapes.frozen_groups(self.cfg, u) for name, shape in group}
         specs = list[tuple[str, str, tuple[int, ...]]]()
         for t in self.base[v].tensors:

@@ -27,37 +27,13 @@ from trireme.engine.placement import Placement, in_scratch
 from trireme.engine.queues.names import numbered
 from trireme.engine.queues.task import Task
 from trireme.kernels import ops
-from trireme.storage.layout import ITEMSIZE, round_up
-
-
-class Landed:
-    """A gradient that waits for its update: on its GPU, in RAM or in the scratch space on the SSD. Valid after
-    `ready`.
-    """
-
-    def __init__(self, home: Home, ready: tuple[Task, ...], itemsize: int, first: int = 0):
-        """`first`: its first element. Elements before it are updated by other hosts."""
-        self.home, self.ready, self.itemsize, self.first = home, ready, itemsize, first
-
-    def part(self, a: int, b: int) -> tuple[Tensor, Buffer | None]:
-        """Elements [a, b), and of the SSD, from which whole blocks of the drive are read, the buffer that has them: it
-        is to be freed after the last task that reads them.
-        """
-        start, stop = ((i - self.first) * self.itemsize for i in (a, b))
-        if not isinstance(self.home, DriveHome):
-            return self.home.place.tensor[start:stop], None
-        begin, end = start // 4096 * 4096, round_up(stop)
-        here = self.home.bring(part=(begin, end))
-        return here.tensor[start - begin : stop - begin], here
-
-    def free(self, after: Sequence[Task]) -> None:
-        """Gives its buffer back; its space on the SSD is its own."""
-        if not isinstance(self.home, DriveHome):
-            self.home.place.free(after)
+from trireme.storage.layout import ITEMSIZE
 
 
 class Gradients:
-    """The sums of a step's gradients, and in `landed` the gradients that wait for their updates, by unit."""
+    """The sums of a step's gradients, and by unit the gradients in `landed`, which wait for their updates on their GPU,
+    in RAM or in the scratch space on the SSD: whole or, with several hosts, this host's share.
+    """
 
     def __init__(self, placement: Placement):
         self.geo, self.plan, self.queues = geo, plan, queues = placement.geo, placement.plan, placement.queues
@@ -66,7 +42,7 @@ class Gradients:
         self.out = placement.gpu_pools("rounded pool")  # rounded
         self.landings, back = placement.pools("ram", "gradient"), placement.pool("ram", "gradient pool")
         self.holding: dict[int, Buffer] = {}  # accumulators in use, by unit
-        self.landed: dict[int, Landed] = {}
+        self.landed: dict[int, Home] = {}
         self.itemsize = ITEMSIZE[geo.dtype]
         units = range(geo.n_units)
         self.on_gpu = [Buffer(placement.of(u, "gpu", "rounded")) for u in units]  # of layers that are updated there
@@ -118,15 +94,14 @@ class Gradients:
             task, landed = self._leave(u, accumulator, landing)
             if u in self.on_ssd:
                 self.on_ssd[u].keep(landing, (landed,))
-                self.landed[u] = Landed(self.on_ssd[u], (), self.itemsize)
+                self.landed[u] = self.on_ssd[u]
             else:
                 self._land_in(u, landing, landed)
         accumulator.free((task,))
 
-    def _land_in(self, u: int, buffer: Buffer, ready: Task, first: int = 0) -> None:
-        self.landed[u] = Landed(
-            Home(self.queues, "gradient", self.geo.names[u], buffer), (ready,), self.itemsize, first
-        )
+    def _land_in(self, u: int, buffer: Buffer, ready: Task) -> None:
+        buffer.ready = (ready,)
+        self.landed[u] = Home(self.queues, "gradient", self.geo.names[u], buffer)
 
     def set_aside(self, u: int) -> None:
         """Unit u's sum has the head's part, and is continued later in backward. With one host there is nothing to
@@ -306,7 +281,7 @@ class SharedGradients(Gradients):
         dealt = self.queues.run("net", "gradient", name, deal, ready, nbytes=nbytes)
         if whole is not None:
             whole.free((dealt,))
-        self._land_in(u, mine or Buffer(NOTHING), dealt, share.start)
+        self._land_in(u, mine or Buffer(NOTHING), dealt)
 
     def set_aside(self, u: int) -> None:
         """Sends the sum to the next host. It comes back to the first host, which continues it."""

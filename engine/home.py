@@ -13,6 +13,7 @@ from torch import Tensor
 
 from trireme.engine.memory import Buffer, Pool, copied
 from trireme.engine.queues.task import Kind, Queues, Task
+from trireme.storage.layout import ALIGN, round_up
 
 
 class OnDrive(NamedTuple):
@@ -36,6 +37,11 @@ class Home:
         """The tasks that read or wrote it last: the next writer comes after them."""
         return self.place.ready
 
+    @property
+    def ready(self) -> tuple[Task, ...]:
+        """The tasks that write the bytes which `part` gives; a buffer that it brings has its own."""
+        return self.place.ready
+
     def load(self, queue: str, into: Buffer, nbytes: int) -> Task:
         """Copies the first `nbytes` to a buffer; returns the task that writes it last."""
         source = self.bring(nbytes)
@@ -49,6 +55,14 @@ class Home:
         task = copied(self.queues, queue, self.kind, self.label, source, here, nbytes)
         self.keep(here, (task,), nbytes)
         return task
+
+    def part(self, a: int, b: int) -> tuple[Tensor, Buffer | None]:
+        """Bytes [a, b), and the buffer that they were brought to, which is to be freed after their last reader."""
+        return self.place.tensor[a:b], None
+
+    def free(self, after: Sequence[Task]) -> None:
+        """Gives a buffer of a pool back after the tasks that read it last: the bytes are not needed any more."""
+        self.place.free(after)
 
     # ------------------------------------------------ by way of RAM
 
@@ -83,6 +97,18 @@ class DriveHome(Home):
     @property
     def last(self) -> tuple[Task, ...]:
         return self._last
+
+    @property
+    def ready(self) -> tuple[Task, ...]:
+        return ()
+
+    def part(self, a: int, b: int) -> tuple[Tensor, Buffer | None]:
+        begin, end = a // ALIGN * ALIGN, round_up(b)  # whole blocks of the drive
+        here = self.bring(part=(begin, end))
+        return here.tensor[a - begin : b - begin], here
+
+    def free(self, after: Sequence[Task]) -> None:
+        """Nothing to do: the space on the drives is its own."""
 
     def room(self) -> Buffer:
         return self.pool.acquire(self.label)

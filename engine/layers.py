@@ -7,25 +7,24 @@ its uses: the task comes after their `ready`, and their `done` is called with it
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from trireme.engine.activations import saved_tensors
-from trireme.engine.build import Engine, Inputs, Packed
-from trireme.engine.memory import Buffer, Use, views
+from trireme.engine.build import Engine, Inputs, Packed, Use
+from trireme.engine.memory import Buffer, views
 from trireme.engine.queues.task import Task
-from trireme.engine.weights import LayerPart
+from trireme.engine.weights import UnitWeights
 from trireme.models import head, model
 from trireme.models.config import ModelConfig
-from trireme.models.losses.comparison import Comparison
 from trireme.models.sizes import measure
 
 # ---------------------------------------------------------------- forward
 
 
-def forward_embedding(e: Engine, b: int, w: LayerPart, mb: Inputs, train: bool) -> Task:
+def forward_embedding(e: Engine, b: int, w: UnitWeights, mb: Inputs, train: bool) -> Task:
     """Embeds a micro-batch's tokens."""
     out = e.activations.x[1][b].fill(mb.tokens, again=train)
 
@@ -37,7 +36,7 @@ def forward_embedding(e: Engine, b: int, w: LayerPart, mb: Inputs, train: bool) 
     return e.compute("forward", 0, forward, (w, out))
 
 
-def forward_block(e: Engine, u: int, b: int, w: LayerPart, mb: Inputs, train: bool) -> Task:
+def forward_block(e: Engine, u: int, b: int, w: UnitWeights, mb: Inputs, train: bool) -> Task:
     """Forward of a block, or of a slice of its experts: the last slice writes the layer's output and saves
     tensors.
     """
@@ -63,17 +62,11 @@ def forward_block(e: Engine, u: int, b: int, w: LayerPart, mb: Inputs, train: bo
 # ---------------------------------------------------------------- the head
 
 Take = Callable[[int, Packed, head.HeadWeights, Tensor], object]  # (micro-batch, its tensors, head, its input (N, D))
+# The same with where gradients are added: those of the head, and of its input.
+TakeGradients = Callable[[int, Packed, head.HeadWeights, Tensor, head.HeadWeights, Tensor], object]
 
 
-class Into(NamedTuple):
-    """Where the gradients of `scale` times the sum of losses go: they are added to `g`."""
-
-    scale: float
-    g: Mapping[int, Buffer]  # sums, by unit
-    comparison: Comparison | None = None  # gives the losses' factors
-
-
-def take_head(e: Engine, b: int, w: Mapping[int, LayerPart], mb: Inputs, take: Take) -> Task:
+def take_head(e: Engine, b: int, w: Mapping[int, UnitWeights], mb: Inputs, take: Take) -> Task:
     """Gives the head's input of micro-batch b to `take`."""
     u, x = e.geo.head, e.activations.x[e.geo.head][b].read()
 
@@ -84,27 +77,19 @@ def take_head(e: Engine, b: int, w: Mapping[int, LayerPart], mb: Inputs, take: T
     return e.compute("loss", u, run, (*w.values(), x), measure.forward_flops(e.cfg, u, mb.trained, mb.pairs))
 
 
-def loss(
-    e: Engine, b: int, w: Mapping[int, LayerPart], mb: Inputs, losses: list[Tensor], parts: list[Tensor], into: Into
-) -> Task:
-    """Sets `losses[b]` to the losses of micro-batch b's tokens, times their factors, and adds gradients.
-
-    With a comparison the losses are computed first, without gradients: they give the factors.
-    """
+def loss(e: Engine, b: int, w: Mapping[int, UnitWeights], mb: Inputs, take: TakeGradients) -> Task:
+    """As `take_head`, and `take` adds gradients."""
+    sums = {v: e.gradients.get(v) for v in w}
     u, x, dx = e.geo.head, e.activations.x[e.geo.head][b].read(), e.activations.dx[e.geo.head][b].fill(mb.tokens)
 
-    def add() -> None:
-        at, top = mb.on(e.gpu(u)), head.with_output(e.cfg, weights[u], weights.get(0))
-        into_head = head.with_output(e.cfg, grads[u], grads.get(0))
-        if into.comparison:
-            plain = head_losses(e.cfg, at._replace(factors=None), top, x.rows())
-            at = at._replace(factors=into.comparison.factors(b, plain), correct=None)
-        losses[b] = head_losses(e.cfg, at, top, x.rows(), into.scale, into_head, dx.rows(), parts)
+    def run() -> None:
+        top, into = (head.with_output(e.cfg, of[u], of.get(0)) for of in (weights, grads))
+        take(b, mb.on(e.gpu(u)), top, x.rows(), into, dx.rows())
 
     weights = {v: weights_of(e, layer) for v, layer in w.items()}
-    grads = {v: gradients_of(e, v, gradient) for v, gradient in into.g.items()}
+    grads = {v: gradients_of(e, v, gradient) for v, gradient in sums.items()}
     flops = sum(count(e.cfg, u, mb.trained, mb.pairs) for count in (measure.forward_flops, measure.backward_flops))
-    return e.compute("loss", u, add, (*w.values(), x, *into.g.values(), dx), flops)
+    return e.compute("loss", u, run, (*w.values(), x, *sums.values(), dx), flops)
 
 
 def head_losses(
@@ -135,7 +120,7 @@ def head_losses(
 # ---------------------------------------------------------------- backward
 
 
-def backward_block(e: Engine, u: int, b: int, w: LayerPart, mb: Inputs) -> Task:
+def backward_block(e: Engine, u: int, b: int, w: UnitWeights, mb: Inputs) -> Task:
     """Backward of a block, or of a slice of its experts: the last slice reads saved tensors and writes the input's
     gradient.
     """
@@ -175,7 +160,7 @@ def backward_embedding(e: Engine, b: int, mb: Inputs) -> Task:
 # ---------------------------------------------------------------- tensors
 
 
-def weights_of(e: Engine, part: LayerPart) -> Any:
+def weights_of(e: Engine, part: UnitWeights) -> Any:
     """The weights of a layer in use, as model.weights gives them. None in a simulation."""
     if e.queues.simulated:
         return None

@@ -73,7 +73,7 @@ class Buffer:
         self.content: object | None = None
 
     def done(self, task: Task) -> None:
-        """As a task's use (Use): the next task that uses it comes after `task`."""
+        """As a task's use: the next task that uses it comes after `task`."""
         self.ready = (task,)
 
     def used(self, task: Task) -> None:
@@ -152,15 +152,6 @@ class Pool:
     def empty(self, buffer: Buffer) -> None:
         """The buffer holds nothing any more. Tests fill it with NaN here."""
         buffer.content = None
-
-
-class Use(Protocol):
-    """What a task reads or writes. The task comes after `ready`; `done` is called with it."""
-
-    @property
-    def ready(self) -> Sequence[Task]: ...
-
-    def done(self, task: Task, /) -> None: ...
 
 
 class Fetched(Protocol):

@@ -23,7 +23,7 @@ from trireme.engine.gradients import Gradients
 from trireme.engine.placement import Placement
 from trireme.engine.queues.names import numbered
 from trireme.engine.queues.task import Task
-from trireme.engine.updates import AdamW, CpuUpdates, Kernels, OnGpuUpdates, StreamedUpdates
+from trireme.engine.updates import AdamW, CpuUpdates, Kernels, StreamedUpdates
 from trireme.engine.weights import WeightStream
 
 LAST_RATE = 1e-7  # of the schedule "polynomial"
@@ -48,7 +48,6 @@ class Optimizer:
         self.geo, self.plan, self.queues = placement.geo, placement.plan, placement.queues
         self.weights, self.gradients = weights, gradients
         self.kernels = Kernels(placement, adamw)
-        self.on_gpu = OnGpuUpdates(self.kernels, weights)
         self.on_cpu = CpuUpdates(self.kernels, weights, gradients)
         self.streamed = StreamedUpdates(self.kernels, weights, self.on_cpu)
         self.early = [u for u, unit in enumerate(self.plan.units) if unit.weights != "gpu" and unit.update == "cpu"]
@@ -116,8 +115,10 @@ class Optimizer:
         if u not in self.gradients.landed:
             return
         unit, gradient = self.plan.units[u], self.gradients.landed.pop(u)
-        by = self.on_gpu if unit.state == "gpu" else self.streamed if unit.update == "gpu" else self.on_cpu
-        by.hand_over(u, gradient)
+        if unit.state == "gpu":
+            self.weights.layers[u].trained.updated_here(self.kernels.update(u, gradient))
+        else:
+            (self.streamed if unit.update == "gpu" else self.on_cpu).hand_over(u, gradient)
 
     def update_before_forward(self, u: int) -> None:
         """Queues unit u's update, if there is a gradient, and updates that can run early."""
@@ -148,7 +149,6 @@ class Optimizer:
         self.on_cpu.moments(0)
 
     def close(self) -> None:
-        self.on_gpu.parts.clear()  # views of memory that is freed next
         self.kernels.close()
 
 

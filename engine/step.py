@@ -18,7 +18,6 @@ from torch import Tensor
 from trireme.engine.buffers import read_by_loss
 from trireme.engine.build import Engine, Inputs, Packed
 from trireme.engine.layers import (
-    Into,
     Take,
     backward_block,
     backward_embedding,
@@ -33,7 +32,7 @@ from trireme.engine.memory import NOTHING
 from trireme.engine.optimizer import StepStats
 from trireme.engine.queues.names import numbered
 from trireme.engine.queues.task import Task
-from trireme.engine.weights import LayerPart
+from trireme.engine.weights import UnitWeights
 from trireme.models.config import InputError
 from trireme.models.head import HeadWeights
 from trireme.models.losses.comparison import Comparison
@@ -127,7 +126,7 @@ def stream_layers(e: Engine) -> Iterator[tuple[int, Any]]:
         yield from _streamed(e, list(w.values()))
 
 
-def _streamed(e: Engine, parts: Sequence[LayerPart]) -> Iterator[tuple[int, Any]]:
+def _streamed(e: Engine, parts: Sequence[UnitWeights]) -> Iterator[tuple[int, Any]]:
     """Yields the first of `parts`, which are used together, and frees all of them after it."""
     part = parts[0]
     queue, whole = numbered("compute", e.gpu(part.u)), e.geo.weights[part.u].span + e.geo.base[part.u].span
@@ -135,7 +134,7 @@ def _streamed(e: Engine, parts: Sequence[LayerPart]) -> Iterator[tuple[int, Any]
     if e.plan.gpus > 1 and not e.queues.simulated:
         arrived.wait()  # another thread's queue
     yield part.u, weights_of(e, part)
-    nbytes = e.geo.base[part.v].span if part.slice else whole
+    nbytes = whole if part.rest is None else e.geo.base[part.v].span
     done = e.queues.run(queue, "token", part.name, lambda: None, nbytes=nbytes)  # what the caller read
     for used in parts:
         used.done(done)
@@ -172,13 +171,19 @@ def _losses_and_gradients(
 
     With `comparison` they are of tokens, and `_conclude` replaces them.
     """
-    read, losses = read_by_loss(e.geo), [NOTHING] * len(batch)
+    losses = [NOTHING] * len(batch)
+
+    def add(b: int, at: Packed, top: HeadWeights, x: Tensor, into: HeadWeights, dx: Tensor) -> None:
+        if comparison:  # losses without gradients give the factors of those with
+            plain = head_losses(e.cfg, at._replace(factors=None), top, x)
+            at = at._replace(factors=comparison.factors(b, plain), correct=None)
+        losses[b] = head_losses(e.cfg, at, top, x, scale, into, dx, parts)
+
     with e.weights.of_losses() as w:
         for b, mb in enumerate(batch):
-            g = {v: e.gradients.get(v) for v in read}
-            loss(e, b, w, mb, losses, parts, Into(scale, g, comparison))
+            loss(e, b, w, mb, add)
     e.optimizer.finish(e.geo.head)
-    for v in read[1:]:
+    for v in read_by_loss(e.geo)[1:]:
         e.gradients.set_aside(v)
     return losses
 

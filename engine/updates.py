@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from trireme.engine.geometry import GPU_BYTES, PART_BYTES, Part
-from trireme.engine.gradients import Gradients, Landed
+from trireme.engine.gradients import Gradients
 from trireme.engine.home import Home
 from trireme.engine.memory import NOTHING, Buffer, flat, views
 from trireme.engine.placement import Entry, Placement
@@ -53,6 +53,7 @@ class Kernels:
         self.step, self.lr = 0, 0.0
         idle = self.queues.simulated or not self.geo.cfg.trains
         self.workers = None if idle else Workers(update_threads(self.plan.gpus))
+        self.parts: dict[int, list[tuple[Tensor, dict[str, Tensor]]]] = {}  # by unit: weights and state of each record
         self.clipped: tuple[Task, ...] = ()  # set the factor; clipped updates come after
         if not self.queues.simulated:  # 1 until a norm is known
             self.clip = [torch.ones(1, device=device) for device in self.queues.devices]  # fp32
@@ -82,26 +83,10 @@ class Kernels:
 
         return adamw
 
-    def close(self) -> None:
-        if self.workers is not None:
-            self.workers.close()
-
-
-# ---------------------------------------------------------------- on the GPU
-
-
-class OnGpuUpdates:
-    """Updates of units whose state is on the GPU, in its compute queue."""
-
-    def __init__(self, kernels: Kernels, weights: WeightStream):
-        self.kernels, self.geo, self.plan, self.queues = kernels, kernels.geo, kernels.plan, kernels.queues
-        self.placement, self.weights = kernels.placement, weights
-        self.parts: dict[int, list[tuple[Tensor, dict[str, Tensor]]]] = {}  # by unit: weights and state of each record
-
-    def hand_over(self, u: int, gradient: Landed) -> None:
-        """Queues unit u's update."""
-        ranges, landed = self.geo.records(u, self.plan.record), gradient.home.place.tensor
-        updates = [self.kernels.bind(u, a, b, on_gpu=True) for a, b in ranges]
+    def update(self, u: int, gradient: Home) -> Task:
+        """Queues the update of a unit whose state is on its GPU, in the compute queue."""
+        ranges, landed = self.geo.records(u, self.plan.record), gradient.place.tensor
+        updates = [self.bind(u, a, b, on_gpu=True) for a, b in ranges]
 
         def update() -> None:
             grad = flat(landed, self.geo.dtype, self.geo.numel[u])
@@ -109,8 +94,7 @@ class OnGpuUpdates:
                 adamw(weights, state, grad[a:b])
 
         nbytes, queue = GPU_BYTES * self.geo.numel[u], numbered("compute", self.plan.units[u].gpu)
-        task = self.queues.run(queue, "adamw", self.geo.names[u], update, gradient.ready, nbytes=nbytes)
-        self.weights.layers[u].trained.publish(task)
+        return self.queues.run(queue, "adamw", self.geo.names[u], update, gradient.ready, nbytes=nbytes)
 
     def _records(self, u: int) -> list[tuple[Tensor, dict[str, Tensor]]]:
         """Views of each record, made once: with several GPUs making them takes longer than launching the kernel."""
@@ -120,6 +104,11 @@ class OnGpuUpdates:
             self.parts[u] = [(weights[a:b], views(self.geo.state_layout(b - a), state)) for (a, b), state in parts]
         return self.parts[u]
 
+    def close(self) -> None:
+        self.parts.clear()  # views of memory that is freed next
+        if self.workers is not None:
+            self.workers.close()
+
 
 # ---------------------------------------------------------------- on the CPU
 
@@ -127,7 +116,7 @@ class OnGpuUpdates:
 class CpuWork:
     """The update of one unit on the CPU, or one of its two parts."""
 
-    def __init__(self, kernels: Kernels, u: int, gradient: Landed, part: Part, hi: Tensor = NOTHING):
+    def __init__(self, kernels: Kernels, u: int, gradient: Home, part: Part, hi: Tensor = NOTHING):
         """`hi`: the weights in RAM. The part "moments" does not need them."""
         self.kernels, self.geo, self.u, self.gradient, self.part, self.hi = kernels, kernels.geo, u, gradient, part, hi
         self.ranges = self.geo.records(u, kernels.plan.record)
@@ -142,7 +131,9 @@ class CpuWork:
         return self._run(f"{self.geo.names[self.u]} {r}", {r: state}, after)
 
     def _run(self, of: str, states: Mapping[int, Tensor], after: Sequence[Task]) -> Task:
-        grads = {r: self.gradient.part(*self.ranges[r]) for r in states}
+        first = self.geo.share(self.u, self.kernels.plan.record).start  # of the gradient that is here
+        bytes_of = lambda r: (ITEMSIZE[self.geo.dtype] * (i - first) for i in self.ranges[r])
+        grads = {r: self.gradient.part(*bytes_of(r)) for r in states}
 
         def update() -> None:
             assert self.kernels.workers is not None, "simulated work is never run"
@@ -183,10 +174,10 @@ class CpuUpdates:
         self.late: dict[int, tuple[CpuWork, Sequence[Task]]] = {}  # moments that are due, and what they come after
         self.written: dict[int, tuple[Task, ...]] = {}  # the last late moments of a layer with state in RAM
 
-    def hand_over(self, u: int, gradient: Landed) -> None:
+    def hand_over(self, u: int, gradient: Home) -> None:
         """Queues unit u's update."""
-        unit, weights = self.plan.units[u], self.weights.in_ram(u)
-        taken, late = weights.take(), unit.state in self.plan.late_moments
+        unit, weights = self.plan.units[u], self.weights.layers[u].trained
+        taken, late = weights.home.bring(), unit.state in self.plan.late_moments
         after = (*taken.ready, *self.kernels.clipped)
         work = CpuWork(self.kernels, u, gradient, "weights" if late else "all", taken.tensor)
         if unit.state == "ssd" and work.ranges:
@@ -199,9 +190,9 @@ class CpuUpdates:
             self.moments_later(u, gradient, (done,))
         else:
             gradient.free((done,))
-        weights.put(taken, current)
+        weights.updated_in_ram(taken, current)
 
-    def moments_later(self, u: int, gradient: Landed, after: Sequence[Task]) -> None:
+    def moments_later(self, u: int, gradient: Home, after: Sequence[Task]) -> None:
         """Keeps the update of unit u's moments for `moments`. It comes after `after`, the update of its weights."""
         self.late[u] = CpuWork(self.kernels, u, gradient, "moments"), after
 
@@ -265,9 +256,9 @@ class StreamedUpdates:
         self.written: dict[tuple[int, int], tuple[Task, ...]] = {}
         self.part: Part = "weights" if "gpu" in self.plan.late_moments else "all"
 
-    def hand_over(self, u: int, gradient: Landed) -> None:
+    def hand_over(self, u: int, gradient: Home) -> None:
         """Queues unit u's update."""
-        weights, read = self.weights.in_ram(u), []
+        weights, read = self.weights.layers[u].trained, []
         buffer = weights.get()
         come = (*weights.ready, *weights.home.last)  # the copy of the last update reads them, too
         for r, (a, b) in enumerate(self.geo.records(u, self.plan.record)):
@@ -277,9 +268,9 @@ class StreamedUpdates:
             self.on_cpu.moments_later(u, gradient, read)
         else:
             gradient.free(read)
-        weights.write_back(done)
+        weights.updated_here(done)
 
-    def _record(self, u: int, r: int, hi: Tensor, come: Sequence[Task], gradient: Landed) -> tuple[Task, Task]:
+    def _record(self, u: int, r: int, hi: Tensor, come: Sequence[Task], gradient: Home) -> tuple[Task, Task]:
         """Queues the update of a record: copy to the GPU, update, copy back. Returns the first two tasks.
 
         `hi`: its weights on the GPU, which may be written after `come`.
@@ -288,7 +279,7 @@ class StreamedUpdates:
         dtype, layout, stored = self.geo.dtype, self.geo.state_layout(b - a), self.placement.state[u][r]
         of, gpu = f"{self.geo.names[u]} {r}", self.plan.units[u].gpu
         adamw, buffer = self.kernels.bind(u, a, b, on_gpu=True, part=self.part), self.pools[gpu].acquire(of)
-        landed, _ = gradient.part(a, b)
+        landed, _ = gradient.part(ITEMSIZE[dtype] * a, ITEMSIZE[dtype] * b)
 
         def up() -> None:
             buffer.tensor[: layout.span].copy_(stored, non_blocking=True)

@@ -18,60 +18,39 @@ from torch import Tensor
 from trireme.engine.buffers import What, read_by_loss
 from trireme.engine.geometry import Geometry
 from trireme.engine.home import Home
-from trireme.engine.memory import Buffer, Fetched, Pool, Prefetch, views
+from trireme.engine.memory import Buffer, Pool, Prefetch, views
 from trireme.engine.placement import Entry, Piece, Placement
 from trireme.engine.queues.names import numbered
 from trireme.engine.queues.task import Task
 from trireme.models import model
 
-# ---------------------------------------------------------------- one layer's trained or frozen weights
+# ---------------------------------------------------------------- what is stored and copied as one
 
 
-class OnGpu:
-    """Weights stored on their GPU, or no weights. Tasks that read them come after `ready`."""
+class Weights:
+    """A unit's trained or frozen weights: stored on its GPU, or elsewhere and copied to a buffer of a pool. Tasks that
+    read them come after `ready`.
+    """
 
-    may_come = True
-
-    def __init__(self, tensor: Tensor):
-        self.here: Buffer | None = Buffer(tensor)
-        self.ready: tuple[Task, ...] = ()
-
-    def fetch(self) -> None:
-        """Nothing to do: they are on the GPU."""
-
-    def get(self) -> Buffer:
-        """The buffer with the weights."""
-        self.fetch()
-        assert self.here is not None
-        return self.here
-
-    def release(self, after: Sequence[Task]) -> None:
-        """To be called after the last use in a pass; here nothing to do."""
-
-    def publish(self, done: Task) -> None:
-        """To be called with the task that updates them."""
-        self.ready = (done,)
-
-    def settle(self) -> None:
-        """Nothing to do: new weights are where they are stored."""
-
-
-class Streamed(OnGpu):
-    """Weights stored elsewhere, and copied to a buffer of a pool."""
-
-    def __init__(self, home: Home, pool: Pool, gpu: int, pieces: Sequence[Piece]):
+    def __init__(self, home: Home, pool: Pool | None = None, gpu: int = 0, pieces: Sequence[Piece] = ()):
+        """`home`: without a pool, on the GPU that computes with them, or empty. `pieces`: as a read of them lies."""
         self.home, self.pool, self.gpu, self.pieces = home, pool, gpu, pieces
         self.nbytes = sum(piece.nbytes for piece in pieces)
-        self.here = None  # while in use
-        self.ready = ()
+        self.here = None if pool else home.bring()  # of a pool: while in use
+        self.ready: tuple[Task, ...] = ()
         self.fresh: Buffer | None = None  # new weights of the SSD that are still in RAM
 
     @property
-    def may_come(self) -> bool:  # type: ignore[override]
-        return self.here is not None or self.pool.is_free
+    def may_come(self) -> bool:
+        return self.here is not None or self.pool is None or self.pool.is_free
+
+    @property
+    def pooled(self) -> bool:
+        """Whether they have a buffer of a pool now."""
+        return self.pool is not None and self.here is not None
 
     def fetch(self) -> None:
-        if self.here is not None:
+        if self.here is not None or self.pool is None:
             return
         self.here = self.pool.acquire(self.home.label, self)
         if self.here.content is not self:
@@ -90,20 +69,32 @@ class Streamed(OnGpu):
         source.free((task, *written))
         return task
 
+    def get(self) -> Buffer:
+        """The buffer on the GPU."""
+        self.fetch()
+        assert self.here is not None
+        return self.here
+
     def release(self, after: Sequence[Task]) -> None:
-        """Frees the buffer on the GPU. `after`: the tasks that read it last."""
-        here, self.here = self.get(), None
-        here.free((*self.ready, *after, *self.home.last))
+        """Frees a pool's buffer. `after`: the tasks of a pass that read it last."""
+        if self.pool is not None:
+            here, self.here = self.get(), None
+            here.free((*self.ready, *after, *self.home.last))
 
-    # ------------------------------------------------ updates
+    # ------------------------------------------------ updates, by a task `done`
 
-    def take(self) -> Buffer:
-        """The weights in RAM, to be updated after `ready`."""
-        return self.home.bring()
+    def updated_here(self, done: Task) -> None:
+        """They are updated on the GPU, where they are stored, or to be copied back."""
+        self.ready = (done,)
+        if self.pool is not None:
+            here = self.get()
+            here.ready = (done,)
+            self.home.store(numbered("update_out", self.gpu), here, self.nbytes)
 
-    def put(self, taken: Buffer, done: Task) -> None:
-        """To be called with what `take` returned and the task that updates it."""
+    def updated_in_ram(self, taken: Buffer, done: Task) -> None:
+        """They are updated in the buffer in RAM that `home.bring` gave."""
         assert self.here is None, "a layer in use was updated"
+        assert self.pool is not None
         self.pool.forget(self)
         self.home.write(taken, (done,))
         self.fresh = taken if taken.pool else None
@@ -114,93 +105,72 @@ class Streamed(OnGpu):
             self.fresh.free(self.home.last)
             self.fresh = None
 
-    def write_back(self, done: Task) -> None:
-        """Copies weights that `done` updates on the GPU to RAM."""
-        here = self.get()
-        here.ready = (done,)
-        self.ready = (done,)
-        self.home.store(numbered("update_out", self.gpu), here, self.nbytes)
 
-
-def pooled(part: OnGpu) -> bool:
-    """Whether the weights have a buffer of a pool now."""
-    return isinstance(part, Streamed) and part.here is not None
-
-
-# ---------------------------------------------------------------- all of a layer's
+# ---------------------------------------------------------------- what a task computes with
 
 
 class UnitWeights:
-    """A layer's trained and frozen weights, and `decoded`, what a pass makes of them. `parts` compute with them."""
+    """What a task computes with: a layer's trained and frozen weights, and `decoded`, what a pass makes of them. Of
+    experts that come in slices, one slice with `rest`, the layer's other weights.
+    """
 
-    def __init__(self, u: int, name: str, trained: OnGpu, frozen: OnGpu):
-        self.u, self.name, self.trained, self.frozen = u, name, trained, frozen
-        self.parts: list[LayerPart] = []
+    def __init__(self, geo: Geometry, v: int, weights: Sequence[Weights], rest: UnitWeights | None = None):
+        """`v`: the layer's number or, as a unit of frozen weights, the slice's. `weights`: trained and frozen ones, or
+        those of the slice.
+        """
+        self.u, self.v, self.weights, self.rest = geo.unit_of(v), v, weights, rest
+        self.name = geo.names[v] if rest is None else geo.base_names[v]
+        self.experts = None if rest is None else geo.experts_of(v)
+        self.share = 1.0 if rest is None else geo.share_of_slice(v)  # of the layer's work
+        numbers = geo.slices_of[self.u]
+        self.begins, self.ends = rest is None or v == numbers[0], rest is None or v == numbers[-1]
+        self.slices: list[UnitWeights] = []  # of a layer
         self.decoded: Buffer | None = None
         self.before: Callable[[int], None] | None = None  # called before they come
         self.last: tuple[Task, ...] = ()  # reader
 
     @property
+    def trained(self) -> Weights:
+        return self.weights[0]
+
+    @property
     def may_come(self) -> bool:
-        return self.trained.may_come and self.frozen.may_come
+        return all(weights.may_come for weights in self.weights)
 
     def fetch(self) -> None:
         if self.before is not None:
             self.before(self.u)
-        self.trained.fetch()
-        self.frozen.fetch()
+        for weights in self.weights:
+            weights.fetch()
+
+    @property
+    def stored(self) -> tuple[Weights, ...]:
+        """All that it reads, with those of `rest`."""
+        return (*(self.rest.weights if self.rest else ()), *self.weights)
 
     @property
     def ready(self) -> tuple[Task, ...]:
-        return (*self.trained.ready, *self.frozen.ready, *(self.decoded.ready if self.decoded else ()))
-
-    def tensors(self, geo: Geometry) -> dict[str, Tensor]:
-        """The weights by name, while in use."""
-        named = views(geo.weights[self.u], self.trained.get().tensor) | views(
-            geo.base[self.u], self.frozen.get().tensor
-        )
-        return named | (views(geo.decoded[self.u], self.decoded.tensor) if self.decoded is not None else {})
-
-
-class LayerPart:
-    """What a task computes with: a layer's weights, and of experts that come in slices one `slice`."""
-
-    def __init__(self, layer: UnitWeights, geo: Geometry, v: int | None = None, of_slice: OnGpu | None = None):
-        """`v`: the slice's number as a unit of frozen weights; None: the layer has no slices."""
-        self.layer, self.u, self.v, self.slice = layer, layer.u, layer.u if v is None else v, of_slice
-        self.name = layer.name if v is None else geo.base_names[v]
-        self.experts = None if v is None else geo.slice_at(v).experts
-        self.share = 1.0 if v is None else geo.share_of_slice(v)  # of the layer's work
-        numbers = geo.slices_of[layer.u]
-        self.begins, self.ends = v in (None, *numbers[:1]), v in (None, *numbers[-1:])
-        self.last: tuple[Task, ...] = ()  # reader
-
-    @property
-    def may_come(self) -> bool:
-        return self.slice is None or self.slice.may_come
-
-    def fetch(self) -> None:
-        if self.slice is not None:
-            self.slice.fetch()
-
-    @property
-    def stored(self) -> tuple[OnGpu, ...]:
-        return (self.layer.trained, self.layer.frozen, *((self.slice,) if self.slice else ()))
-
-    @property
-    def ready(self) -> tuple[Task, ...]:
-        return (*self.layer.ready, *(self.slice.ready if self.slice else ()))
+        ready = self.rest.ready if self.rest else ()
+        for weights in self.weights:
+            ready += weights.ready
+        return ready + (self.decoded.ready if self.decoded else ())
 
     def done(self, task: Task) -> None:
-        self.last = self.layer.last = (task,)
+        self.last = (task,)
+        if self.rest is not None:
+            self.rest.last = self.last
+
+    def release(self, after: Sequence[Task]) -> None:
+        for weights in self.weights:
+            weights.release(after)
 
     def tensors(self, geo: Geometry) -> dict[str, Tensor]:
         """The weights by name, while in use."""
-        return self.layer.tensors(geo) | (views(geo.base[self.v], self.slice.get().tensor) if self.slice else {})
-
-    def release(self, after: Sequence[Task]) -> None:
-        if self.slice is not None:
-            self.slice.release(after)
+        layouts = (geo.weights[self.u], geo.base[self.u]) if self.rest is None else (geo.base[self.v],)
+        named = self.rest.tensors(geo) if self.rest else {}
+        for layout, weights in zip(layouts, self.weights, strict=True):
+            named |= views(layout, weights.get().tensor)
+        return named | (views(geo.decoded[self.u], self.decoded.tensor) if self.decoded else {})
 
 
 class WeightStream:
@@ -210,28 +180,27 @@ class WeightStream:
         self.placement, self.geo, self.plan, self.queues = placement, placement.geo, placement.plan, placement.queues
         self.for_decoded = placement.gpu_pools("decoded")
         trained, frozen = list(self._stored("weights", "weights pool")), list(self._stored("base", "base pool"))
-        self.layers = [UnitWeights(u, name, trained[u], frozen[u]) for u, name in enumerate(self.geo.names)]
+        self.layers = [UnitWeights(self.geo, u, (trained[u], frozen[u])) for u in range(self.geo.n_units)]
         for layer, numbers in zip(self.layers, self.geo.slices_of, strict=True):
-            layer.parts = [LayerPart(layer, self.geo, v, frozen[v]) for v in numbers] or [LayerPart(layer, self.geo)]
+            layer.slices = [UnitWeights(self.geo, v, (frozen[v],), layer) for v in numbers]
         self.coming = Prefetch()
         self.uses: deque[int] = deque()  # of layers to come in this pass
         self.in_use: set[int] = set()  # layers
 
-    def _stored(self, kind: Literal["weights", "base"], pool: What) -> Iterable[OnGpu]:
+    def _stored(self, kind: Literal["weights", "base"], what: What) -> Iterable[Weights]:
         """The weights of each unit, by where the plan stores them."""
         placement, geo = self.placement, self.geo
-        pools = [placement.pools("gpu", pool, gpu) for gpu in range(self.plan.gpus)]
-        staging = placement.pools("ram", pool)
-        layouts = geo.weights if kind == "weights" else geo.base
-        for u in range(len(layouts)):
-            unit = self.plan.units[geo.unit_of(u)]
-            entry, size, gpu = Entry(kind, u), geo.size_class(u), unit.gpu
+        pools = [placement.pools("gpu", what, gpu) for gpu in range(self.plan.gpus)]
+        staging = placement.pools("ram", what)
+        buffers, layouts = (placement.weights, geo.weights) if kind == "weights" else (placement.base, geo.base)
+        for u, layout in enumerate(layouts):
+            entry, size, gpu = Entry(kind, u), geo.size_class(u), self.plan.units[geo.unit_of(u)].gpu
             tier = placement.tier(entry)
-            if tier == "gpu" or not layouts[u].tensors:
-                yield OnGpu((placement.weights if kind == "weights" else placement.base)[u])
+            if tier == "gpu" or not layout.tensors:
+                yield Weights(Home(self.queues, "weights", placement.label(entry), Buffer(buffers[u])))
                 continue
             home = placement.home(entry, staging[size] if tier == "ssd" else None)
-            yield Streamed(home, pools[gpu][size], gpu, placement.pieces(entry))
+            yield Weights(home, pools[gpu][size], gpu, placement.pieces(entry))
 
     # ------------------------------------------------ a pass
 
@@ -245,26 +214,29 @@ class WeightStream:
         for layer in layers:
             layer.before = before
         in_order = before is not None and any(unit.state == "ssd" for unit in self.plan.distinct.values())
-        coming = list[tuple[int, Fetched]]()
+        coming = list[tuple[int, UnitWeights]]()
         for layer in layers:
-            items: list[Fetched] = [layer, *layer.parts]
-            coming += [(0 if in_order else self.plan.units[layer.u].gpu, item) for item in items]
+            gpu = 0 if in_order else self.plan.units[layer.u].gpu
+            coming += [(gpu, unit) for unit in (layer, *layer.slices)]
         self.coming.expect(coming)
 
-    def parts(self, u: int, backward: bool = False) -> Iterator[LayerPart]:
-        """Yields what layer u is computed with, one part after the other; frees each after use."""
-        for part in self._begin(u, backward).parts:
+    def parts(self, u: int, backward: bool = False) -> Iterator[UnitWeights]:
+        """Yields what layer u is computed with: its slices, each freed after use, or all of it."""
+        layer = self._begin(u, backward)
+        for part in layer.slices:
             part.fetch()
             yield part
             part.release(part.last)
             self.coming.go_on()
+        if not layer.slices:
+            yield layer
         self._end(u)
 
     @contextmanager
-    def of_losses(self) -> Iterator[dict[int, LayerPart]]:
+    def of_losses(self) -> Iterator[dict[int, UnitWeights]]:
         """A context with what a loss reads, by unit."""
         read = read_by_loss(self.geo)
-        yield {v: self._begin(v).parts[0] for v in read}
+        yield {v: self._begin(v) for v in read}
         for v in read:
             self._end(v)
 
@@ -273,8 +245,8 @@ class WeightStream:
         layer = self.layers[u]
         if u in self.uses:
             self.uses.remove(u)
-        layer.trained.get()
-        layer.frozen.get()
+        for weights in layer.weights:
+            weights.fetch()
         if layer.decoded is None and self.geo.decoded[u].tensors:
             layer.decoded = self._decode(layer, backward)
         self.in_use.add(u)
@@ -288,14 +260,13 @@ class WeightStream:
     def _release(self, u: int) -> None:
         layer = self.layers[u]
         self.in_use.discard(u)
-        for part in layer.parts:
-            if part.slice is not None and pooled(part.slice):  # of a pass that was broken off
+        for part in layer.slices:
+            if part.weights[0].pooled:  # of a pass that was broken off
                 part.release(layer.last)
         if layer.decoded is not None:
             layer.decoded.free((*layer.decoded.ready, *layer.last))
             layer.decoded = None
-        layer.trained.release(layer.last)
-        layer.frozen.release(layer.last)
+        layer.release(layer.last)
         layer.last = ()
         self.coming.go_on()
 
@@ -310,8 +281,8 @@ class WeightStream:
     @property
     def loaded(self) -> list[UnitWeights]:
         """The layers that are in use or have buffers of pools."""
-        of = lambda layer: (weights for part in layer.parts for weights in part.stored)
-        return [layer for layer in self.layers if layer.u in self.in_use or any(map(pooled, of(layer)))]
+        pooled = lambda layer: any(weights.pooled for unit in (layer, *layer.slices) for weights in unit.weights)
+        return [layer for layer in self.layers if layer.u in self.in_use or pooled(layer)]
 
     def _decode(self, layer: UnitWeights, backward: bool) -> Buffer:
         """Takes a buffer and queues what makes a pass's codes and decoded matrices, if it needs any."""
@@ -319,21 +290,14 @@ class WeightStream:
         decoded, nbytes = self.for_decoded[gpu].acquire(geo.names[u]), geo.decode_bytes[u][backward]
         if not nbytes:  # this pass reads frozen codes as they lie
             return decoded
-        trained, frozen = layer.trained.get(), layer.frozen.get()
+        trained, frozen = layer.weights
+        codes, packed = trained.get().tensor, frozen.get().tensor
 
         def decode() -> None:
-            tensors = views(geo.weights[u], trained.tensor) | views(geo.base[u], frozen.tensor)
+            tensors = views(geo.weights[u], codes) | views(geo.base[u], packed)
             model.make_codes(geo.cfg, u, tensors, views(geo.decoded[u], decoded.tensor), backward)
 
-        after = (*(layer.trained.ready if geo.quantized[u] else ()), *layer.frozen.ready, *decoded.ready)
+        after = (*(trained.ready if geo.quantized[u] else ()), *frozen.ready, *decoded.ready)
         queue = numbered("compute", gpu)
         decoded.ready = (self.queues.run(queue, "decode", geo.names[u], decode, after, nbytes=nbytes),)
         return decoded
-
-    # ------------------------------------------------ updates
-
-    def in_ram(self, u: int) -> Streamed:
-        """The trained weights of layer u, which are stored in RAM or on the SSD."""
-        trained = self.layers[u].trained
-        assert isinstance(trained, Streamed)
-        return trained
