@@ -426,6 +426,8 @@ class Run:
             screen.say(f"sample   {shortened!r} -> {text!r}{'' if ended else ' ...'}")
         with screen.clock().at("close"), training.watched("close"):
             training.close()
+        training.merge()
+        with screen.clock().at("close"), training.watched("close"):
             self.log.sync()
             self.draw()  # the last file that a kill could leave half written
             here().meet()  # hosts besides the first have nothing that is output

@@ -250,15 +250,12 @@ class Training:
         """Writes the weights to OUT, or to OUT/step-N; reads them back."""
         out = self.job.out
         self._export(lambda save: save(out) if step is None else self.folder.replace(out / f"step-{step}", save))
-        if step is None:
-            self._merge()
 
     def export_best(self) -> None:
         """Makes the best weights the output."""
         if not here().host:
             with screen.clock().at("export"), self.watched("export"):
                 self.folder.take_over(self.progress.best_step)
-        self._merge()
 
     def _export(self, write: Callable[[Save], object]) -> None:
         """Calls `write` with what saves the weights to a folder. Host 0 writes, with what the others send."""
@@ -293,16 +290,19 @@ class Training:
             screen.warn(f"{folder}: {count(n, 'value')} of {max(exchange.beyond)} and others, beyond F16: {way}")
         return sums
 
-    def _merge(self) -> None:
+    def merge(self) -> None:
+        """Writes the output plus its base to OUT/merged if --merge asks for it, on the GPU, whose memory is free after
+        `close`.
+        """
         job, o, merged = self.job, self.job.options, self.job.out / "merged"
         if job.cfg.lora is None or not o.merge or here().host:
             return
-        self.check_base(copied=True)
+        check_unchanged(self._stamps)
         same = (o.merge_format or ("same" if o.merge_aware else "bf16")) == "same"
         progress = screen.working("merging the adapters", 2 * job.source.nbytes)
         with screen.clock().at("export"), self.watched("export"), progress as progressed:
             try:
-                merge_adapter(job.out, job.cfg, job.source, merged, progressed, same=same)
+                merge_adapter(job.out, job.cfg, job.source, merged, progressed, screen.say, same, job.device)
             except InputError as error:  # the adapter is whole
                 remove_folders([merged])
                 screen.warn(f"not merged: {error}")

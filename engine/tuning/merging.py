@@ -35,7 +35,7 @@ from trireme.storage.files import Say, make_folder, remove_folders, sync_folder,
 from trireme.storage.temporary import Temporary
 
 CPU = torch.device("cpu")
-AT_ONCE, ON_GPU = 1 << 20, 1 << 24  # elements of a matrix in memory: some 30 bytes for each where they are encoded
+AT_ONCE, ON_GPU = 1 << 20, 1 << 23  # elements of a matrix in memory: some 30 bytes for each where they are encoded
 Factors = list[tuple[Tensor, Tensor]]  # (left (rows, R), right (R, columns)) of each matrix
 
 

@@ -139,6 +139,24 @@ def test_an_adapter_with_another_vocabulary_is_refused(tmp_path):
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_run_merges_as_the_command(device, tmp_path):
+    """Once its memory is free."""
+    for name in ("packed", "plain"):
+        (tmp_path / name).mkdir()
+    write_packed((tmp_path / "packed", tmp_path / "plain"), FORMATS["mxfp4"])
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"input_ids": list(range(3, 35))}) + "\n")
+    packed, rows, out = (str(tmp_path / name) for name in ("packed", "rows.jsonl", "out"))
+    words = [packed, "--data", rows, "--out", out, "--lora", "4", "--seq-len", "32", "--max-steps", "2"]
+    assert cli.main([*words, "--merge", "--merge-format", "same", "--device", device]) == 0
+    again = tmp_path / "again"
+    assert cli.main(["merge", out, "--out", str(again), "--format", "same", "--device", device]) == 0
+    one, other = (load_file(folder / "model.safetensors") for folder in (tmp_path / "out/merged", again))
+    assert bytes_of(one) == bytes_of(other)
+    assert bytes_of(one) != bytes_of(load_file(tmp_path / "packed/model.safetensors"))
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("form", ["mxfp4", "nf4", "fp8", "fp8, whole blocks", "gpt-oss", "fp8, experts"])
 def test_the_losses_of_a_merge_are_those_of_eval(form, tmp_path, capsys):
     """Of the base, with the adapter, merged in bf16 as a merge writes it, and merged as it was."""
