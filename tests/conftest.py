@@ -1,4 +1,4 @@
-"""Which cases are tested; fixtures are in helpers/fixtures.py."""
+"""Which cases are tested; fixtures are in helpers/shared_fixtures.py."""
 
 import os
 import sys
@@ -15,7 +15,7 @@ os.environ["HF_ENDPOINT"] = "http://127.0.0.1:9"  # no test leaves this machine
 def pytest_configure(config):
     """The process that only hands out tests to those of -n does without torch, which takes seconds."""
     if config.getoption("dist", "no") == "no" or hasattr(config, "workerinput"):
-        config.pluginmanager.import_plugin("fixtures")
+        config.pluginmanager.import_plugin("shared_fixtures")  # pytest has fixtures
 
 
 def pytest_ignore_collect(collection_path, config):
