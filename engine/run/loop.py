@@ -424,8 +424,7 @@ class Run:
         for prompt, text, ended in samples:
             shortened = prompt if len(prompt) <= 80 else f"...{prompt[-80:]}"
             screen.say(f"sample   {shortened!r} -> {text!r}{'' if ended else ' ...'}")
-        with screen.clock().at("close"), training.watched("close"):
-            training.close()
+        training.close()
         training.merge()
         with screen.clock().at("close"), training.watched("close"):
             self.log.sync()

@@ -291,9 +291,7 @@ class Training:
         return sums
 
     def merge(self) -> None:
-        """Writes the output plus its base to OUT/merged if --merge asks for it, on the GPU, whose memory is free after
-        `close`.
-        """
+        """With --merge, writes base plus adapter to OUT/merged. It takes the GPU's memory, which `close` has freed."""
         job, o, merged = self.job, self.job.options, self.job.out / "merged"
         if job.cfg.lora is None or not o.merge or here().host:
             return
@@ -309,7 +307,7 @@ class Training:
 
     def close(self) -> None:
         """Ends the queues and frees the memory. Calling it again does nothing."""
-        with self.watched("close"):
+        with screen.clock().at("close"), self.watched("close"):
             self.queues.close()
             if self._evaluator is not None:
                 self._evaluator.e.close()

@@ -20,6 +20,7 @@ from trireme.engine.tuning.peft_config import CONFIG
 from trireme.engine.tuning.repacked import repacked
 from trireme.engine.tuning.spellings import PREFIX
 from trireme.models.config import InputError, read_config
+from trireme.storage.checkpoint import joined
 
 pytestmark = pytest.mark.grid
 ATTENTION = "q_proj", "o_proj"
@@ -71,9 +72,7 @@ def test_what_an_adapter_changes_is_packed_as_before_and_nothing_else_changes(fo
     source = open_checkpoint(tmp_path / "same", read_config(tmp_path / "same").packing).computed_in("F32")
     for name in added.keys() & decoded.keys():
         exact = decoded[name] + added[name]
-        ours = np.concatenate([piece.copy() for piece in source.values(name)])
-        ours = torch.from_numpy(ours)
-        ours = (ours.view(torch.bfloat16).float() if ours.dtype == torch.uint16 else ours).view(exact.shape)
+        ours = torch.from_numpy(joined(source.values(name))).view(exact.shape)
         theirs = FORMATS[form].pack(name, exact)[1]
         assert (ours - exact).norm() <= LESS_EXACT.get(form, 1.001) * (theirs - exact).norm()
 
@@ -99,9 +98,7 @@ def test_an_adapter_that_adds_nothing_leaves_the_values(form, tmp_path):
     added, decoded = merge(tmp_path, form, 0.0)
     source = open_checkpoint(tmp_path / "same", read_config(tmp_path / "same").packing).computed_in("F32")
     for name in added.keys() & decoded.keys():
-        again = torch.from_numpy(np.concatenate([piece.astype(np.float32) for piece in source.values(name)]))
-        if form == "mxfp4":
-            again = (again.int() << 16).view(torch.float32)
+        again = torch.from_numpy(joined(source.values(name)))
         error = (again.view(decoded[name].shape) - decoded[name]).norm() / decoded[name].norm()
         assert error < 0.03
 
@@ -142,18 +139,14 @@ def test_an_adapter_with_another_vocabulary_is_refused(tmp_path):
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_a_run_merges_as_the_command(device, tmp_path):
     """Once its memory is free."""
-    for name in ("packed", "plain"):
-        (tmp_path / name).mkdir()
-    write_packed((tmp_path / "packed", tmp_path / "plain"), FORMATS["mxfp4"])
+    merge(tmp_path, "mxfp4")
     (tmp_path / "rows.jsonl").write_text(json.dumps({"input_ids": list(range(3, 35))}) + "\n")
-    packed, rows, out = (str(tmp_path / name) for name in ("packed", "rows.jsonl", "out"))
+    packed, rows, out, again = (str(tmp_path / name) for name in ("packed", "rows.jsonl", "out", "again"))
     words = [packed, "--data", rows, "--out", out, "--lora", "4", "--seq-len", "32", "--max-steps", "2"]
     assert cli.main([*words, "--merge", "--merge-format", "same", "--device", device]) == 0
-    again = tmp_path / "again"
-    assert cli.main(["merge", out, "--out", str(again), "--format", "same", "--device", device]) == 0
-    one, other = (load_file(folder / "model.safetensors") for folder in (tmp_path / "out/merged", again))
-    assert bytes_of(one) == bytes_of(other)
-    assert bytes_of(one) != bytes_of(load_file(tmp_path / "packed/model.safetensors"))
+    assert cli.main(["merge", out, "--out", again, "--format", "same", "--device", device]) == 0
+    made = [Path(folder, "model.safetensors").read_bytes() for folder in (packed, f"{out}/merged", again)]
+    assert made[0] != made[1] == made[2]
 
 
 @pytest.mark.full
