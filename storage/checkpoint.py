@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property, partial
 from math import prod
 from pathlib import Path
+from threading import Event, Lock
 from typing import NamedTuple
 
 import numpy as np
@@ -294,35 +296,57 @@ def export(
     fetch: Callable[[str], Iterable[np.ndarray] | None],
     progress: Callable[[int], None] = lambda _: None,
     check: Callable[[], None] = lambda: None,
+    writers: int = 1,
 ) -> dict[str, str]:
     """Writes a checkpoint to `out` with the source's files, names, shapes, dtypes, metadata and auxiliary files. A
     single file is called model.safetensors, the name that readers look for.
 
     fetch(name) yields new values, flat, as float32 or bf16 bits in uint16, which are rounded to the source's dtype, or
     bytes as uint8. It returns None for a tensor to copy. `progress(nbytes)` is called for bytes written and read back.
-    Files get their names when all of them are synced and were compared, and check() has raised nothing. Returns their
-    checksums. Raises StoreError, leaving no files.
+    `writers`: files written at once; if several, each by a thread, which calls fetch. Files get their names when all
+    of them are synced and were compared, and check() has raised nothing. Returns their checksums. Raises StoreError,
+    leaving no files.
     """
     out, others = Path(out), source.others
     named = (
         {SINGLE: source.files[0]} if len(source.files) == 1 and INDEX not in others else {f: f for f in source.files}
     )
     files = [*others, *named]
-    done: dict[str, str] = {}  # file -> checksum
+    done, ended, turn = dict[str, str](), Event(), Lock()  # file -> checksum
+
+    def count(nbytes: int) -> None:
+        if ended.is_set():
+            raise StoreError(errno.ECANCELED, "is not written, as another file failed", str(out))
+        with turn:
+            progress(nbytes)
+
+    def write(file: str) -> None:
+        (out / file).parent.mkdir(exist_ok=True)
+        done[file] = ""
+        content = _copied(others[file]) if file in others else source.rewritten(named[file], fetch)
+        write_synced(partial_of(out / file), summed(counted(content, count), partial(done.__setitem__, file)))
+
+    def read_back(file: str) -> None:
+        if checksum(counted(stream(partial_of(out / file)), count)) != done[file]:
+            raise StoreError(errno.EIO, "read back, it is not what was written", str(out / file))
+
     try:
         out.mkdir(parents=True, exist_ok=True)
         if out.samefile(source.folder):
             raise StoreError(errno.EEXIST, "is the source checkpoint itself; choose another folder", str(out))
         nbytes = sum(map(_size, others.values())) + sum(map(source.size_of, source.files))
         check_space(out, nbytes, "the exported checkpoint")
-        for file in files:
-            (out / file).parent.mkdir(exist_ok=True)
-            done[file] = ""
-            content = _copied(others[file]) if file in others else source.rewritten(named[file], fetch)
-            write_synced(partial_of(out / file), summed(counted(content, progress), partial(done.__setitem__, file)))
-        for file, written in done.items():
-            if checksum(counted(stream(partial_of(out / file)), progress)) != written:
-                raise StoreError(errno.EIO, "read back, it is not what was written", str(out / file))
+        with ThreadPoolExecutor(writers) as threads:
+            try:
+                for act in (write, read_back):
+                    for file in files if writers == 1 else ():
+                        act(file)
+                    for future in as_completed([threads.submit(act, f) for f in files] if writers > 1 else ()):
+                        future.result()
+            except BaseException:
+                ended.set()  # the threads end at their next piece
+                threads.shutdown(wait=False, cancel_futures=True)
+                raise
         check()
         for file in files:
             partial_of(out / file).replace(out / file)

@@ -19,9 +19,14 @@ _UNSHAPED = re.compile(r"^.*/|-(instruct|it|pt|base|chat|hf|thinking|v\d\.\d|\d{
 @cache
 def find_model(name: str) -> ModelConfig:
     """The shape of a model by its published name or the name here, in any case. Raises InputError with near names."""
+    return parse_config(find_config(name))
+
+
+def find_config(name: str) -> dict[str, Any]:
+    """config.json of a model of that name. Raises InputError."""
     plain, (models, also) = _UNSHAPED.sub("", name.lower().replace("_", "-")), _tables()
     if config := models.get(also.get(plain, plain)):
-        return parse_config(dict(config))
+        return dict(config)
     near = get_close_matches(plain, [*models, *also], 5)
     there_are = f"Near are {', '.join(near)}" if near else f"There are {', '.join(models)}"
     raise InputError(f"--shape {name} is not known. {there_are}; or name a folder with a config.json.")

@@ -36,6 +36,7 @@ from trireme.storage.temporary import Temporary
 
 CPU = torch.device("cpu")
 AT_ONCE, ON_GPU = 1 << 20, 1 << 23  # elements of a matrix in memory: some 30 bytes for each where they are encoded
+WRITERS = 4  # files written at once: while one waits for the drive, others are read and computed
 Factors = list[tuple[Tensor, Tensor]]  # (left (rows, R), right (R, columns)) of each matrix
 
 
@@ -85,7 +86,7 @@ def merge_adapter(
         rows = {stored: partial(total.rows, stored) for stored in sorted(total.changed) if source.packs(stored)}
         new = repacked(source, rows, total.at_once)
         values = lambda name: total.values(name) if total.names.get(name) and not source.packs(name) else None
-        export(new.raw, out, lambda name: new.values(name) or values(name), progress, unchanged)
+        export(new.raw, out, lambda name: new.values(name) or values(name), progress, unchanged, WRITERS)
         if rows:
             say(f"note: relative error of the rounding to {source.packing.word}: {new.errors()}")
         return
@@ -93,7 +94,7 @@ def merge_adapter(
         source = unpacked(source)
     source = headed(adapter.cfg, with_ends(base, adapter, source, say))
     total = Sum(adapter, source, adapter.cfg, device)
-    export(source, out, lambda name: total.values(name) if total.names[name] else None, progress, unchanged)
+    export(source, out, lambda name: total.values(name) if total.names[name] else None, progress, unchanged, WRITERS)
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from trireme.models.config import Packing
 from trireme.models.packed import decode
 from trireme.storage.checkpoint import Source, open_source
 
-Squares = list[float]  # sums of squares: of what rounding changed, and of the values
+Squares = list[tuple[float, float]]  # sums of squares by strip: of what rounding changed, and of the values
 Rows = Callable[[int, int], Tensor]  # fp32 (b - a, columns) of rows [a, b), of all matrices one after another
 
 
@@ -82,8 +82,8 @@ class Matrix:
         shapes = self.packing.shapes(values.shape)
         stored = [part.contiguous().view(shape) for part, shape in zip(parts, shapes, strict=True)]
         rounded = decode(self.packing, stored, torch.empty(values.shape, device=values.device))
-        for i, x in enumerate((rounded - values, values)):
-            self.squares[i] += float(torch.linalg.vector_norm(x, dtype=torch.float64).square())
+        norm = lambda x: float(torch.linalg.vector_norm(x, dtype=torch.float64))
+        self.squares.append((norm(rounded - values) ** 2, norm(values) ** 2))
 
 
 @dataclass(frozen=True)
@@ -101,15 +101,17 @@ class Repacked:
 
     def errors(self) -> str:
         """The relative error of rounding by kind of matrix, for the user."""
-        each = {kind: sqrt(changed / all_) if all_ else 0.0 for kind, (changed, all_) in self.squares.items()}
-        return ", ".join(f"{kind} {error:.2%}" for kind, error in each.items())
+        sums = {kind: map(sum, zip(*squares, strict=True)) for kind, squares in self.squares.items()}
+        return ", ".join(
+            f"{kind} {sqrt(changed / all_ if all_ else 0.0):.2%}" for kind, (changed, all_) in sums.items()
+        )
 
 
 def repacked(source: Packed, rows: Mapping[str, Rows], most: int) -> Repacked:
     """`source` with other rows of the packed matrices that are named, in its own format; `most` elements at a time."""
     raw = replace(open_source(source.folder, lambda _: None), auxiliary=source.auxiliary)
     names = {(t.file, t.offset): name for name, t in raw.tensors.items()}
-    places, squares = dict[str, tuple[Matrix, int]](), defaultdict[str, Squares](lambda: [0.0, 0.0])
+    places, squares = dict[str, tuple[Matrix, int]](), defaultdict[str, Squares](list)
     for stored, new in rows.items():
         packing = source.packing.of(stored)
         scales = source.made.get(stored + packing.parts[1].suffix)

@@ -236,9 +236,10 @@ def peer_call(b: Block, liger: bool, compile: bool) -> Callable[[], None]:
     )  # 3: time, height, width
     mask = seen(x.shape[1], window) if b.cfg.names.mixer.sinks else None
     call = torch.compile(layer, dynamic=False) if compile else layer
+    kv = lambda: {"shared_kv_states": {}} if b.cfg.model_type.startswith("gemma4") else {}  # where a layer leaves them
 
     def both() -> None:
-        y = call(x, attention_mask=mask, position_ids=position_ids, position_embeddings=rotated)
+        y = call(x, attention_mask=mask, position_ids=position_ids, position_embeddings=rotated, **kv())
         y.backward(dy)
         x.grad = None
 

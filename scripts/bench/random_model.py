@@ -1,7 +1,7 @@
 """python scripts/bench/random_model.py SHAPE FOLDER [LAYERS]: random weights of a published shape, as it is released.
 
-For trying the command on files of real sizes: names, dtypes and packed parts as released, a shard for each layer, and a
-tokenizer of bytes. LAYERS: the first so many of the model.
+For trying the command on files of real sizes: names, dtypes and packed parts as released, shards of a layer or 4 GiB,
+and a tokenizer of bytes. LAYERS: the first so many of the model.
 """
 
 import json
@@ -15,11 +15,13 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 from trireme.engine.geometry import Geometry
-from trireme.engine.planner import sizes
+from trireme.engine.planner.sizes import find_config
 from trireme.engine.tuning.chosen import adapted, targets
-from trireme.models.config import Lora, parse_config
+from trireme.models.config import Lora, Packing, parse_config
 
 DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32, "F8_E4M3": torch.float8_e4m3fn, "U8": torch.uint8}
+
+LARGEST = 4 << 30  # bytes of a shard, about
 
 CLASS = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>"}
 
@@ -37,6 +39,15 @@ def values(name: str, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
     return (torch.randn(shape) * 0.02 + ("norm" in name)).to(DTYPES[dtype])
 
 
+def released(name: str, packing: Packing | None) -> str:
+    """The name in files of a tensor that memory calls `name`."""
+    row = packing and packing.of(name)
+    for part in row.parts if row else ():
+        if name.endswith(f".weight{part.suffix}"):
+            return row.named(name.removesuffix(part.suffix), part.stored)
+    return name
+
+
 def tokenizer() -> Tokenizer:
     """One token for each byte, and an end of text."""
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -48,16 +59,20 @@ def tokenizer() -> Tokenizer:
 
 def write(shape: str, folder: Path, layers: int = 0) -> None:
     """Writes the checkpoint; layers: 0 for all."""
-    config = dict(sizes._tables()[0][shape])
+    config = find_config(shape)
     config["num_hidden_layers"] = layers or config["num_hidden_layers"]
     cfg = parse_config(config)
     frozen = Geometry(adapted(cfg, Lora(1, 1.0, targets(cfg, ()))), "BF16")
     folder.mkdir(parents=True)
-    shards, number = dict[str, str](), count(1)
+    shards, number, parts = dict[str, str](), count(1), dict[str, torch.Tensor]()
     for layout in frozen.stored_base:
-        file = f"model-{next(number):05d}.safetensors"
-        save_file({t.name: values(t.name, t.dtype, t.shape) for t in layout.tensors}, folder / file, {"format": "pt"})
-        shards |= {t.name: file for t in layout.tensors}
+        for i, t in enumerate(layout.tensors, 1):
+            parts[released(t.name, cfg.packing)] = values(t.name, t.dtype, t.shape)
+            if i == len(layout.tensors) or sum(part.nbytes for part in parts.values()) > LARGEST:
+                file = f"model-{next(number):05d}.safetensors"
+                save_file(parts, folder / file, {"format": "pt"})
+                shards |= dict.fromkeys(parts, file)
+                parts = {}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": shards}))
     (folder / "config.json").write_text(json.dumps(config | {"eos_token_id": 256}, indent=1))
     (folder / "tokenizer_config.json").write_text(json.dumps(CLASS))

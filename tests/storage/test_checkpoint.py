@@ -139,8 +139,9 @@ def test_what_is_not_read_back_as_it_was_written_gets_no_name(tmp_path, monkeypa
     assert {p.name: p.read_bytes() for p in (tmp_path / "out").iterdir()} == before
 
 
-def test_a_failed_export_leaves_nothing_and_an_older_one_untouched(tmp_path, monkeypatch):
-    source = open_source(save(tmp_path / "in"))
+@pytest.mark.parametrize("writers", [1, 3])
+def test_a_failed_export_leaves_nothing_and_an_older_one_untouched(tmp_path, monkeypatch, writers):
+    source = open_source(save(tmp_path / "in", 2))
     out = tmp_path / "out"
     export(source, out, lambda name: None)
     before = {p.name: p.read_bytes() for p in out.iterdir()}
@@ -155,7 +156,7 @@ def test_a_failed_export_leaves_nothing_and_an_older_one_untouched(tmp_path, mon
 
     monkeypatch.setattr(os, "pwrite", full)
     with pytest.raises(StoreError, match="No space left on device"):
-        export(source, out, lambda name: None)
+        export(source, out, lambda name: None, writers=writers)
     assert {p.name: p.read_bytes() for p in out.iterdir()} == before
 
 
@@ -243,13 +244,14 @@ def test_pickles_are_never_opened(tmp_path):
         open_source(tmp_path)
 
 
-def test_tensors_that_the_index_does_not_name_are_read(tmp_path):
+@pytest.mark.parametrize("writers", [1, 3])
+def test_tensors_that_the_index_does_not_name_are_read(tmp_path, writers):
     """As by libraries: one may be an output matrix that is not tied."""
     folder = save(tmp_path / "in", 2)
     edit_index(folder, lambda m: m.pop("scalar"))
     source = open_source(folder)
     assert source.tensors["scalar"].dtype == "F64"
-    export(source, tmp_path / "out", lambda name: None)
+    export(source, tmp_path / "out", lambda name: None, writers=writers)
     for file in source.files:
         assert (tmp_path / "out" / file).read_bytes() == (folder / file).read_bytes()
 
