@@ -31,8 +31,7 @@ from trireme.engine.data.forms import Chat
 from trireme.engine.layers import head_losses
 from trireme.engine.run import screen
 from trireme.engine.run.after.opened import computing, open_finished
-from trireme.engine.run.after.sample import AT_ONCE
-from trireme.engine.run.after.sampling import Sampling, picked
+from trireme.engine.run.after.sample import AT_ONCE, Sampling, picked
 from trireme.engine.run.evaluate import Evaluator, continued
 from trireme.engine.run.options import Sample
 from trireme.engine.step import forward

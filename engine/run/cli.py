@@ -33,7 +33,7 @@ from trireme.models.config import InputError
 from trireme.storage.headers import CheckpointError
 from trireme.storage.untrusted import quoted
 
-MODULES = {name: f"trireme.engine.run.after.{name}" for name in COMMANDS} | {"": "trireme.engine.run.loop"}
+MODULES = {"": "loop", "push": "after.hub", "check": "after.equipment", "env": "after.equipment"}  # others: after.NAME
 EXPECTED = {InputError: 2, CheckpointError: 2, DoesNotFit: 3, LostHost: 4}
 NO_MEMORY, NO_THREAD = (errno.ENOMEM, errno.EAGAIN), "can't start new thread"  # Python's words
 FAILING = (errno.EIO, errno.ESTALE, errno.EREMOTEIO, errno.EUCLEAN)  # a drive, or a server of files
@@ -78,7 +78,7 @@ def main(argv: Sequence[str]) -> int:
             if isinstance(options, Options):
                 out = here().texts(folder.named(options).out)[0]  # of host 0
                 options = replace(options, out=out)
-            module = importlib.import_module(MODULES[name])
+            module = importlib.import_module(f"trireme.engine.run.{MODULES.get(name, f'after.{name}')}")
             screen.clock().spent["imports"] += screen.clock().whole
             return int(module.run(options) or 0)
     except BaseException as error:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import math
 import shutil
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import date
@@ -16,34 +16,35 @@ from typing import Any
 
 import torch
 
-from trireme.engine.amounts import count, gb
+from trireme.engine.amounts import gb
 from trireme.engine.check import tuned
-from trireme.engine.data.codec import Codec
-from trireme.engine.data.dataset import Dataset, load_dataset
+from trireme.engine.data.dataset import Dataset, parse_val
 from trireme.engine.data.find import find
 from trireme.engine.data.prepare import DataOptions
 from trireme.engine.data.taught import PLACE
 from trireme.engine.hosts.group import here
 from trireme.engine.plan import DoesNotFit, Limits, Plan
 from trireme.engine.planner.forecast import Files, Forecast, Work
-from trireme.engine.planner.host import choose_device, choose_gpus, drive_of, memory_limits, model_of
-from trireme.engine.planner.machine import pinnable, this_machine
-from trireme.engine.planner.rates import Machine, assume, reserved
+from trireme.engine.planner.host import drive_of
+from trireme.engine.planner.machine import this_machine
+from trireme.engine.planner.rates import Machine, reserved
 from trireme.engine.planner.rule import simple_plan
 from trireme.engine.run import config_file, folder, opening, screen
-from trireme.engine.run.options import Every, Options, Reading, flag
-from trireme.engine.run.planning import Planner
+from trireme.engine.run.after import hub
+from trireme.engine.run.opening import bytes_of, read_data
+from trireme.engine.run.options import TEMPLATES, Every, Options, flag
+from trireme.engine.run.planning import Planner, computer
 from trireme.engine.run.record import Fixed, Snapshot
 from trireme.engine.tuning.adapters import adapter_shapes
 from trireme.engine.tuning.base import why_copied
 from trireme.engine.tuning.cached import Cached
 from trireme.engine.tuning.rewritten import Rewritten
-from trireme.kernels.private import cache_folder
 from trireme.models.config import InputError, ModelConfig, numbers
 from trireme.models.losses.preferences import Preference
 from trireme.models.sizes import shapes
 from trireme.storage.checkpoint import Source
 from trireme.storage.files import existing
+from trireme.storage.untrusted import quoted
 from trireme.storage.versions import version_files
 
 EVALUATING = 0.1  # evaluations' share of a run's time
@@ -192,6 +193,32 @@ def make(o: Options, snapshot: Snapshot | None = None, by_rule: bool = False) ->
     return job
 
 
+def identity(cfg: ModelConfig, source: Source) -> tuple[dict[str, Any], dict[str, list[Any]]]:
+    """A model's numbers and what of it is trained, as JSON has them; dtype and shape of every tensor, without the head
+    that the run adds.
+    """
+    inner = source.inner if isinstance(source, Rewritten) else source
+    tensors = {name: [t.dtype, *t.shape] for name, t in inner.tensors.items()}
+    return dict(json.loads(json.dumps(numbers(cfg)))), tensors
+
+
+def fingerprint(data: Dataset) -> str:
+    """Of the data, of what is held out, and of --general."""
+    return "-".join(part.fingerprint for part in (data, data.held_out, data.general) if part)
+
+
+def tables_of(o: Options, data: Dataset, room: int, cfg: ModelConfig) -> int:
+    """RAM of the data's tables and a teacher's rows, in steps of TABLES so that plans repeat."""
+    held = data.memory
+    if cfg.teaching:
+        pieces = len(data.pieces) + (len(data.held_out.pieces) if data.held_out else 0)
+        held += PLACE * pieces + 3 * min(o.batch_size, data.n_sequences) * room * cfg.teaching.nbytes
+    return held // TABLES * TABLES
+
+
+# ---------------------------------------------------------------- what may not be asked for
+
+
 def check_options(o: Options, snapshot: Snapshot | None) -> None:
     """Raises InputError for options that do not go together, or that a resumed run cannot change."""
     o.check()
@@ -217,104 +244,35 @@ def check_options(o: Options, snapshot: Snapshot | None) -> None:
         raise InputError(wrong)
 
 
-def identity(cfg: ModelConfig, source: Source) -> tuple[dict[str, Any], dict[str, list[Any]]]:
-    """A model's numbers and what of it is trained, as JSON has them; dtype and shape of every tensor, without the head
-    that the run adds.
-    """
-    inner = source.inner if isinstance(source, Rewritten) else source
-    tensors = {name: [t.dtype, *t.shape] for name, t in inner.tensors.items()}
-    return dict(json.loads(json.dumps(numbers(cfg)))), tensors
+def check_paths(o: Options) -> None:
+    """Looks at the paths that a run is given, before anything is downloaded or read for long. Raises InputError."""
+    check_options(o, None)
+    for name in ("tokenizer", "adapter", "plan", "teacher", "chat_template"):
+        path = getattr(o, name)
+        if path and path not in TEMPLATES and not hub.name_of(path) and not Path(path).exists():
+            raise InputError(f"{flag(name)} {path}: there is no such file or folder.")
+    for text, look in (*((text, find) for text in o.data), (o.val, parse_val), (o.general, find)):
+        if text not in (None, "-") and not hub.name_of(text, of_data=True):
+            look(text)
+    if o.out and not (o.resume or o.dry_run or here().host):
+        folder.check_free(Path(o.out))
+    if o.model and not hub.name_of(o.model):
+        check_checkpoint(Path(o.model))
 
 
-# ---------------------------------------------------------------- data
-
-
-def read_data(o: Options, opened: opening.Opened) -> Dataset | None:
-    """The data, tokenized; None without --data. Raises InputError, OSError."""
-    cfg, codec, shared = opened.cfg, opened.codec, cache_folder()  # by all runs of this user
-    if not o.data or (codec is None and o.dry_run):
-        return None
-    return read_rows(
-        o, cfg, codec, o.data, seq_len=o.seq_len or 0, val=o.val, general=o.general, pack=not o.no_pack,
-        max_samples=o.max_samples, seed=o.seed, shared=shared / "tokens" if shared else None,
-        cache=None if o.dry_run else Path(o.out) / folder.RUN / "tokens", kind=opening.kind_of(o), labels=o.labels,
-        pad=opening.pad_of(o, codec) if cfg.scores else None,
-    )  # fmt: skip
-
-
-def read_rows(o: Reading, cfg: ModelConfig, codec: Codec | None, names: Sequence[str], **others: Any) -> Dataset:
-    """Rows of what `names` name, tokenized. `others`: of DataOptions. Raises InputError, OSError."""
-    began, variables = time.monotonic(), json.loads(o.chat_template_kwargs or "{}")
-    options = DataOptions(
-        map=o.map, long=o.long, skip_bad=o.skip_bad, vocab_size=cfg.vocab, media=cfg.media, system=o.system,
-        variables=variables, **others,
-    )  # fmt: skip
-    try:
-        far = lambda name, position, size: screen.far(f"reading {name}", position, size, began)
-        return load_dataset(names, codec, options, far)
-    finally:
-        screen.clear()
-
-
-def bytes_of(o: Options) -> int:
-    """Bytes of the files of --data."""
-    return sum(file.path.stat().st_size for text in o.data if text != "-" for file in find(text).files)
-
-
-def fingerprint(data: Dataset) -> str:
-    """Of the data, of what is held out, and of --general."""
-    return "-".join(part.fingerprint for part in (data, data.held_out, data.general) if part)
-
-
-def tables_of(o: Options, data: Dataset, room: int, cfg: ModelConfig) -> int:
-    """RAM of the data's tables and a teacher's rows, in steps of TABLES so that plans repeat."""
-    held = data.memory
-    if cfg.teaching:
-        pieces = len(data.pieces) + (len(data.held_out.pieces) if data.held_out else 0)
-        held += PLACE * pieces + 3 * min(o.batch_size, data.n_sequences) * room * cfg.teaching.nbytes
-    return held // TABLES * TABLES
-
-
-# ---------------------------------------------------------------- machine
-
-
-def computer(o: Options, cfg: ModelConfig) -> tuple[torch.device, Limits, Machine | None]:
-    """The device, usable memory, and the machine of --assume if there is one. Raises InputError, DoesNotFit."""
-    if o.assume:
-        device, assumed = torch.device("cuda"), assume(o.assume)
-        gpus = assumed.gpus if o.gpus in ("all", 1) else int(o.gpus)
-        assumed = assumed.first(gpus, o.gpu_memory)
-        limits = replace(assumed.limits, ram=o.ram or assumed.limits.ram, all_free=o.gpu_memory is None)
-    else:
-        device, assumed = choose_device(o.device), None
-        limits = memory_limits(device, o.gpu_memory, o.ram, choose_gpus(o.gpus, device))
-        if device.type == "cuda" and o.ram is None:
-            limits = replace(limits, ram=int(min(limits.ram, pinnable(device))))
-        if (group := here()).hosts > 1:  # those that every host has; hosts on one machine share its RAM
-            same = {"--device": model_of(device), "--gpus": limits.gpus}
-            group.agree("GPUs", same, "Use equal ones, which round equally, as many on each")
-            least = min(group.values(limits.gpu - max(limits.less, default=0)))
-            ram = min(group.values(limits.ram if o.ram else limits.ram // group.local_hosts))
-            limits = replace(limits, gpu=int(least), ram=int(ram), less=())
-    if limits.gpus > cfg.n_layers:
-        raise InputError(f"--gpus {limits.gpus}: the model has {count(cfg.n_layers, 'block')}. Take as many at most.")
-    if device.type == "cuda" and (wrong := next(_without_kernels(cfg, o.dtype, device, assumed), "")):
-        raise InputError(wrong)
-    return device, limits, assumed
-
-
-def _without_kernels(cfg: ModelConfig, dtype: str, device: torch.device, assumed: Machine | None) -> Iterator[str]:
-    """Why no kernel of this GPU computes the model, or none can be compiled."""
-    from trireme.kernels.launch import widest_head  # late: Triton takes a second
-    from trireme.kernels.launcher import why_none
-
-    most = widest_head(torch.float32 if dtype == "fp32" else torch.bfloat16)
-    if cfg.widest_head > most:
-        yield f"the model has heads of {cfg.widest_head}, a GPU computes heads of {most}. Add --device cpu."
-    if cfg.fp8 and (assumed.rates.fp8 == 0 if assumed else torch.cuda.get_device_capability(device) < (8, 9)):
-        yield "--dtype fp8: this GPU multiplies no fp8; Ada, Hopper and newer do. Leave it out."
-    if not assumed and (why := why_none()):
-        yield f"Triton compiles no kernel here ({why.rstrip('.')}). Install gcc and python3-dev."
+def check_checkpoint(path: Path) -> None:
+    """Raises InputError for what is likely meant otherwise than as a checkpoint."""
+    what, way = "is a file", "Give the folder of a checkpoint: config.json, .safetensors"
+    if not path.exists():
+        near = difflib.get_close_matches(path.name, [each.name for each in path.absolute().parent.glob("*/")], 1)
+        what, way = "is not a folder", f"Did you mean {path.with_name(near[0])}?" if near else way
+    elif snapshots := sorted(path.glob("snapshots/*")):
+        what, way = "is a cache of the hub", f"Give the snapshot in it: {quoted(snapshots[-1])}"
+    elif any(path.glob("*.gguf")) and not any(path.glob("*.safetensors")):
+        what, way = "holds GGUF, which cannot be trained", "Take the safetensors of the same model"
+    elif path.is_dir():
+        return
+    raise InputError(f"{path} {what}. {way}.")
 
 
 # ---------------------------------------------------------------- how much is computed

@@ -16,10 +16,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from trireme.engine.amounts import compact, count, duration, percent
+from trireme.engine.hosts.group import here
 from trireme.engine.run import config_file, page, screen
 from trireme.engine.run.options import Options
 from trireme.models.config import InputError
+from trireme.models.rows import Load
 from trireme.storage.files import replace_synced, sync_folder
 
 Record = dict[str, Any]  # of a step or evaluation
@@ -180,6 +184,20 @@ def eval_line(record: Record, note: str) -> str:
     if not any(name in record for name in figures if name != "eval_accuracy") and "eval_rows" not in record:
         parts.append(f"perplexity {math.exp(min(record['eval_loss'], 50.0)):.4g}")
     return "  ".join(parts)
+
+
+def load_record(load: Load | None) -> Record:
+    """The largest share of a layer's tokens that one expert has, experts without a token, the balance loss."""
+    if load is None:
+        return {}
+    group = here()
+    if group.hosts > 1 and not load.weight:  # else the step has asked the others
+        counts = group.numbers(load.counts.flatten().tolist(), load.counts.numel())
+        load.counts.copy_(torch.tensor(counts).view(group.hosts, *load.counts.shape).sum(0))
+    counted = load.counts[load.counts.any(1)]  # dense layers count nothing
+    shares = counted / counted.sum(1, keepdim=True)
+    record: Record = {"expert_share": round(float(shares.max()), 4), "experts_idle": int((counted == 0).sum())}
+    return record | ({"router_aux": round(load.loss(), 6)} if load.weight else {})
 
 
 # ---------------------------------------------------------------- is it better?

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import math
 import time
 import zlib
@@ -12,13 +11,11 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from trireme.engine.amounts import count, duration
 from trireme.engine.build import Ahead, Inputs, InRam, in_ram, with_dropout
 from trireme.engine.check.tuned import in_use
-from trireme.engine.data.dataset import Dataset, parse_val
-from trireme.engine.data.find import find
+from trireme.engine.data.dataset import Dataset
 from trireme.engine.hosts.group import here
 from trireme.engine.optimizer import StepStats, learning_rate
 from trireme.engine.planner.correct import at_work, batch_of, corrected, until_its_end
@@ -31,16 +28,15 @@ from trireme.engine.queues.task import Task
 from trireme.engine.run import config_file, folder, page, report, screen
 from trireme.engine.run.after import hub
 from trireme.engine.run.evaluate import documents, with_reference, with_teacher
-from trireme.engine.run.job import Job, check_options
-from trireme.engine.run.log import Log, Record, Tracker, changes, eval_line, trackers
-from trireme.engine.run.options import TEMPLATES, Options, flag
+from trireme.engine.run.job import Job, check_paths
+from trireme.engine.run.log import Log, Record, Tracker, changes, eval_line, load_record, trackers
+from trireme.engine.run.options import Options
 from trireme.engine.run.signals import Stop, stop_signals
 from trireme.engine.run.state import Training, snapshot_of
 from trireme.engine.step import train_step
 from trireme.models.config import InputError
-from trireme.models.rows import Load, make_load, neftune
+from trireme.models.rows import make_load, neftune
 from trireme.models.sizes import costs
-from trireme.storage.auxiliary import TEMPLATE
 from trireme.storage.untrusted import quoted
 
 BOUND_EVERY = 50  # steps between timings of queues
@@ -95,37 +91,6 @@ def train(options: Options, others: Sequence[Tracker] = ()) -> Path:
         screen.forgive()
         Run(Training(job, place, snapshot), [*others, *own], lines).go()
     return out
-
-
-def check_paths(o: Options) -> None:
-    """Looks at the paths that a run is given, before anything is downloaded or read for long. Raises InputError."""
-    check_options(o, None)
-    for name in ("tokenizer", "adapter", "plan", "teacher", "chat_template"):
-        path = getattr(o, name)
-        if path and path not in TEMPLATES and not hub.name_of(path) and not Path(path).exists():
-            raise InputError(f"{flag(name)} {path}: there is no such file or folder.")
-    for text, look in (*((text, find) for text in o.data), (o.val, parse_val), (o.general, find)):
-        if text not in (None, "-") and not hub.name_of(text, of_data=True):
-            look(text)
-    if o.out and not (o.resume or o.dry_run or here().host):
-        folder.check_free(Path(o.out))
-    if o.model and not hub.name_of(o.model):
-        check_checkpoint(Path(o.model))
-
-
-def check_checkpoint(path: Path) -> None:
-    """Raises InputError for what is likely meant otherwise than as a checkpoint."""
-    what, way = "is a file", "Give the folder of a checkpoint: config.json, .safetensors"
-    if not path.exists():
-        near = difflib.get_close_matches(path.name, [each.name for each in path.absolute().parent.glob("*/")], 1)
-        what, way = "is not a folder", f"Did you mean {path.with_name(near[0])}?" if near else way
-    elif snapshots := sorted(path.glob("snapshots/*")):
-        what, way = "is a cache of the hub", f"Give the snapshot in it: {quoted(snapshots[-1])}"
-    elif any(path.glob("*.gguf")) and not any(path.glob("*.safetensors")):
-        what, way = "holds GGUF, which cannot be trained", "Take the safetensors of the same model"
-    elif path.is_dir():
-        return
-    raise InputError(f"{path} {what}. {way}.")
 
 
 class Run:
@@ -431,39 +396,6 @@ class Run:
             self.draw()  # the last file that a kill could leave half written
             here().meet()  # hosts besides the first have nothing that is output
             self.place.finish(o.keep_state)
-        for line in self.about_output() if not here().host else ():
+        for line in report.about_output(self.job, self.done) if not here().host else ():
             screen.say(line)
         screen.say(f"took     {took_line(screen.clock())}")
-
-    def about_output(self) -> list[str]:
-        """What the run has made, and what to do with it."""
-        o, out, job = self.job.options, quoted(self.job.out), self.job
-        names = sorted(path.name + "/" * path.is_dir() for path in job.out.iterdir() if not path.name.startswith("."))
-        lines = [f"output   {out}: {', '.join(names)}; written, read back, compared"]
-        if o.export != "best" and self.done.best_step not in (None, self.done.step):
-            which = f"eval_loss was {self.done.best:.4f} at step {self.done.best_step:,}"
-            lines.append(f"best     {which}: with --export best such weights are the output")
-        codec = job.opened.codec
-        chats = TEMPLATE in job.source.auxiliary or (codec is not None and codec.facts.template is not None)
-        how = f"sample {out} --chat" if chats else f"sample {out} --prompt TEXT"
-        lines.append(f"try it   trireme {f'score {out} --data FILE --out DIR' if job.cfg.scores else how}")
-        use = f"trireme merge {out} --out DIR; or as an adapter of peft for {hub.base_of(o.model)[0]}"
-        if o.merge or not job.cfg.lora:
-            whole = f"{out}/merged" if job.cfg.lora else out
-            use = f'{job.cfg.opener}.from_pretrained("{whole}")'
-            use += f"; llama.cpp: convert_hf_to_gguf.py {whole}" if not job.cfg.scores else ""
-        return [*lines, f"use it   {use}", f"again    trireme --config {out}/config.yaml"]
-
-
-def load_record(load: Load | None) -> Record:
-    """The largest share of a layer's tokens that one expert has, experts without a token, the balance loss."""
-    if load is None:
-        return {}
-    group = here()
-    if group.hosts > 1 and not load.weight:  # else the step has asked the others
-        counts = group.numbers(load.counts.flatten().tolist(), load.counts.numel())
-        load.counts.copy_(torch.tensor(counts).view(group.hosts, *load.counts.shape).sum(0))
-    counted = load.counts[load.counts.any(1)]  # dense layers count nothing
-    shares = counted / counted.sum(1, keepdim=True)
-    record: Record = {"expert_share": round(float(shares.max()), 4), "experts_idle": int((counted == 0).sum())}
-    return record | ({"router_aux": round(load.loss(), 6)} if load.weight else {})

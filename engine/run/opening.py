@@ -1,21 +1,23 @@
-"""The model of a run: the checkpoint, what of it is trained and with which loss, its tokenizer."""
+"""Model and data of a run: the checkpoint, what of it is trained and with which loss, its tokenizer, rows as tokens."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from trireme.engine.data.codec import Codec, load_codec
-from trireme.engine.data.dataset import Dataset, find_labels
-from trireme.engine.data.prepare import Kind
+from trireme.engine.data.dataset import Dataset, find_labels, load_dataset
+from trireme.engine.data.find import find
+from trireme.engine.data.prepare import DataOptions, Kind
 from trireme.engine.data.taught import is_scores, read_names
 from trireme.engine.planner.sizes import find_model
-from trireme.engine.run import screen
+from trireme.engine.run import folder, screen
 from trireme.engine.run.after import hub
-from trireme.engine.run.options import Method, Options, table
+from trireme.engine.run.options import Method, Options, Reading, table
 from trireme.engine.tuning.adapters import Adapter, adapts_experts, separate_names
 from trireme.engine.tuning.cached import cached
 from trireme.engine.tuning.chosen import adapted, aware, chosen, folded, targets
@@ -24,6 +26,7 @@ from trireme.engine.tuning.packed_source import as_said, as_stored, as_trained, 
 from trireme.engine.tuning.parts import open_checkpoint
 from trireme.engine.tuning.peft import read_adapter
 from trireme.engine.tuning.quantized import quantized
+from trireme.kernels.private import cache_folder
 from trireme.models import config, hf
 from trireme.models.config import InputError, Lora, ModelConfig, Teaching
 from trireme.models.losses.preferences import METHODS, Preference
@@ -197,3 +200,38 @@ def _notes(o: Options, raw: Mapping[str, Any], cfg: ModelConfig, adapter: Adapte
         yield f"--adapter was made for {adapter.base or 'a model without a name'}, not for {o.model}"
     if adapter and adapter.absent:
         yield f"--adapter has nothing for {', '.join(folded(cfg, adapter.absent))[:200]}: these stay without"
+
+
+# ---------------------------------------------------------------- data
+
+
+def read_data(o: Options, opened: Opened) -> Dataset | None:
+    """The data, tokenized; None without --data. Raises InputError, OSError."""
+    cfg, codec, shared = opened.cfg, opened.codec, cache_folder()  # by all runs of this user
+    if not o.data or (codec is None and o.dry_run):
+        return None
+    return read_rows(
+        o, cfg, codec, o.data, seq_len=o.seq_len or 0, val=o.val, general=o.general, pack=not o.no_pack,
+        max_samples=o.max_samples, seed=o.seed, shared=shared / "tokens" if shared else None,
+        cache=None if o.dry_run else Path(o.out) / folder.RUN / "tokens", kind=kind_of(o), labels=o.labels,
+        pad=pad_of(o, codec) if cfg.scores else None,
+    )  # fmt: skip
+
+
+def read_rows(o: Reading, cfg: ModelConfig, codec: Codec | None, names: Sequence[str], **others: Any) -> Dataset:
+    """Rows of what `names` name, tokenized. `others`: of DataOptions. Raises InputError, OSError."""
+    began, variables = time.monotonic(), json.loads(o.chat_template_kwargs or "{}")
+    options = DataOptions(
+        map=o.map, long=o.long, skip_bad=o.skip_bad, vocab_size=cfg.vocab, media=cfg.media, system=o.system,
+        variables=variables, **others,
+    )  # fmt: skip
+    try:
+        far = lambda name, position, size: screen.far(f"reading {name}", position, size, began)
+        return load_dataset(names, codec, options, far)
+    finally:
+        screen.clear()
+
+
+def bytes_of(o: Options) -> int:
+    """Bytes of the files of --data."""
+    return sum(file.path.stat().st_size for text in o.data if text != "-" for file in find(text).files)

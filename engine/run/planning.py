@@ -1,4 +1,4 @@
-"""The plan of a job: read from --plan, or chosen for model, data and machine, also of a resumed run."""
+"""The machine and the plan of a job, which is read from --plan or chosen, also of a resumed run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
-from trireme.engine.amounts import rounded_up
+import torch
+
+from trireme.engine.amounts import count, rounded_up
 from trireme.engine.buffers import fits
 from trireme.engine.geometry import Geometry
 from trireme.engine.hosts.group import here
@@ -16,8 +18,9 @@ from trireme.engine.plan import DoesNotFit, Limits, Mode, Plan
 from trireme.engine.planner.advice import check_drive
 from trireme.engine.planner.choose import choose, first_plan
 from trireme.engine.planner.forecast import Files, Forecast, Work
-from trireme.engine.planner.machine import with_drives
-from trireme.engine.planner.rates import Machine
+from trireme.engine.planner.host import choose_device, choose_gpus, memory_limits, model_of
+from trireme.engine.planner.machine import pinnable, with_drives
+from trireme.engine.planner.rates import Machine, assume
 from trireme.engine.planner.rule import Wanted, all_cuts, shortage, simple_plan, sizes_of
 from trireme.engine.run import screen
 from trireme.engine.run.options import Options
@@ -144,3 +147,45 @@ class Planner:
 def record_size(parameters: int, ram: int) -> int:
     """Parameters of a record: many, so that drives are fast, but few compared with RAM."""
     return max(min(1 << 24, ram // 1024), min(parameters // 256, ram // 256), 1 << 12) // 4096 * 4096
+
+
+# ---------------------------------------------------------------- the machine
+
+
+def computer(o: Options, cfg: ModelConfig) -> tuple[torch.device, Limits, Machine | None]:
+    """The device, usable memory, and the machine of --assume if there is one. Raises InputError, DoesNotFit."""
+    if o.assume:
+        device, assumed = torch.device("cuda"), assume(o.assume)
+        gpus = assumed.gpus if o.gpus in ("all", 1) else int(o.gpus)
+        assumed = assumed.first(gpus, o.gpu_memory)
+        limits = replace(assumed.limits, ram=o.ram or assumed.limits.ram, all_free=o.gpu_memory is None)
+    else:
+        device, assumed = choose_device(o.device), None
+        limits = memory_limits(device, o.gpu_memory, o.ram, choose_gpus(o.gpus, device))
+        if device.type == "cuda" and o.ram is None:
+            limits = replace(limits, ram=int(min(limits.ram, pinnable(device))))
+        if (group := here()).hosts > 1:  # those that every host has; hosts on one machine share its RAM
+            same = {"--device": model_of(device), "--gpus": limits.gpus}
+            group.agree("GPUs", same, "Use equal ones, which round equally, as many on each")
+            least = min(group.values(limits.gpu - max(limits.less, default=0)))
+            ram = min(group.values(limits.ram if o.ram else limits.ram // group.local_hosts))
+            limits = replace(limits, gpu=int(least), ram=int(ram), less=())
+    if limits.gpus > cfg.n_layers:
+        raise InputError(f"--gpus {limits.gpus}: the model has {count(cfg.n_layers, 'block')}. Take as many at most.")
+    if device.type == "cuda" and (wrong := next(_without_kernels(cfg, o.dtype, device, assumed), "")):
+        raise InputError(wrong)
+    return device, limits, assumed
+
+
+def _without_kernels(cfg: ModelConfig, dtype: str, device: torch.device, assumed: Machine | None) -> Iterator[str]:
+    """Why no kernel of this GPU computes the model, or none can be compiled."""
+    from trireme.kernels.launch import widest_head  # late: Triton takes a second
+    from trireme.kernels.launcher import why_none
+
+    most = widest_head(torch.float32 if dtype == "fp32" else torch.bfloat16)
+    if cfg.widest_head > most:
+        yield f"the model has heads of {cfg.widest_head}, a GPU computes heads of {most}. Add --device cpu."
+    if cfg.fp8 and (assumed.rates.fp8 == 0 if assumed else torch.cuda.get_device_capability(device) < (8, 9)):
+        yield "--dtype fp8: this GPU multiplies no fp8; Ada, Hopper and newer do. Leave it out."
+    if not assumed and (why := why_none()):
+        yield f"Triton compiles no kernel here ({why.rstrip('.')}). Install gcc and python3-dev."

@@ -1,4 +1,4 @@
-"""A job as lines, which are printed before the first step, and as figures for Python."""
+"""What a run prints before its first step and after its last, and the figures of its job for Python."""
 
 from __future__ import annotations
 
@@ -14,16 +14,20 @@ from trireme.engine.planner.clock import Part
 from trireme.engine.planner.host import available_ram, computed_by
 from trireme.engine.planner.whole import Events, compile_s, estimated_parts, evaluation_s, written
 from trireme.engine.run import config_file, screen
+from trireme.engine.run.after import hub
 from trireme.engine.run.evaluate import LONGEST, MAX_NEW
-from trireme.engine.run.job import BYTES, Job, alternatives, bytes_of, check_room, make
+from trireme.engine.run.job import BYTES, Job, alternatives, check_room, make
+from trireme.engine.run.opening import bytes_of
 from trireme.engine.run.options import Method, Options, table
-from trireme.engine.run.record import Snapshot
+from trireme.engine.run.record import Progress, Snapshot
 from trireme.engine.tuning.cached import Cached
 from trireme.engine.tuning.chosen import trained_lines
 from trireme.engine.tuning.packed_source import Packed
 from trireme.engine.tuning.quantized import quantized
 from trireme.models.config import ModelConfig
 from trireme.models.sizes import shapes
+from trireme.storage.auxiliary import TEMPLATE
+from trireme.storage.untrusted import quoted
 
 COMPLETE: tuple[Part, ...] = ("evaluations", "samples", "snapshots", "export")  # whose last time predicts the next
 UNUSUAL = 30  # times the default learning rate
@@ -223,3 +227,26 @@ def prepared(o: Options, snapshot: Snapshot | None) -> tuple[Job, list[str]]:
         return job, report
     except DoesNotFit as error:
         raise DoesNotFit(f"{error}{alternatives(o)}", error.need) from None
+
+
+# ---------------------------------------------------------------- after the last step
+
+
+def about_output(job: Job, done: Progress) -> list[str]:
+    """What the run has made, and what to do with it."""
+    o, out = job.options, quoted(job.out)
+    names = sorted(path.name + "/" * path.is_dir() for path in job.out.iterdir() if not path.name.startswith("."))
+    lines = [f"output   {out}: {', '.join(names)}; written, read back, compared"]
+    if o.export != "best" and done.best_step not in (None, done.step):
+        which = f"eval_loss was {done.best:.4f} at step {done.best_step:,}"
+        lines.append(f"best     {which}: with --export best such weights are the output")
+    codec = job.opened.codec
+    chats = TEMPLATE in job.source.auxiliary or (codec is not None and codec.facts.template is not None)
+    how = f"sample {out} --chat" if chats else f"sample {out} --prompt TEXT"
+    lines.append(f"try it   trireme {f'score {out} --data FILE --out DIR' if job.cfg.scores else how}")
+    use = f"trireme merge {out} --out DIR; or as an adapter of peft for {hub.base_of(o.model)[0]}"
+    if o.merge or not job.cfg.lora:
+        whole = f"{out}/merged" if job.cfg.lora else out
+        use = f'{job.cfg.opener}.from_pretrained("{whole}")'
+        use += f"; llama.cpp: convert_hf_to_gguf.py {whole}" if not job.cfg.scores else ""
+    return [*lines, f"use it   {use}", f"again    trireme --config {out}/config.yaml"]

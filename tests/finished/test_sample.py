@@ -14,7 +14,7 @@ import transformers
 
 import trireme
 from trireme.engine.run.after.demo import STORIES
-from trireme.engine.run.after.sampling import Sampling, probabilities
+from trireme.engine.run.after.sample import Sampling, probabilities
 
 pytestmark = pytest.mark.grid
 NEW = 12

@@ -30,7 +30,7 @@ from trireme.engine.memory import Buffer, Pool
 from trireme.engine.plan import TIERS, Limits, Plan, UnitPlan
 from trireme.engine.queues.names import QUEUES, queues_of
 from trireme.engine.queues.real import RealQueues, RealTask, execute
-from trireme.engine.run.loop import load_record
+from trireme.engine.run.log import load_record
 from trireme.engine.step import train_step
 from trireme.engine.tuning.base import CheckpointBase, why_copied
 from trireme.engine.tuning.chosen import adapted

@@ -31,7 +31,7 @@ import stories
 from engines import fork, write_plan
 
 from trireme.engine.plan import UnitPlan
-from trireme.engine.run import cli, evaluate, job, loop
+from trireme.engine.run import cli, evaluate, job, loop, opening
 from trireme.storage.folders import FINISHED
 
 FAR = UnitPlan("ssd", "ssd", x="ssd", saved=(("resid", "ssd"),))
@@ -129,7 +129,7 @@ def _command(
             os.dup2(said, fd)
         sys.stdout, sys.stderr = (os.fdopen(fd, "w", buffering=1, closefd=False) for fd in (1, 2))
         evaluate.LONGEST = 0.0  # a sample is one token
-        job.cache_folder = lambda: cache
+        opening.cache_folder = lambda: cache
         real, evaluates, steps = evaluate.Evaluator.loss, loop.Run.evaluate, [0]
 
         def worse(*given):

@@ -20,7 +20,7 @@ from hypothesis import settings
 
 from trireme.engine.planner.probe import compute, processor
 from trireme.engine.queues import real as real_queues
-from trireme.engine.run import evaluate, job
+from trireme.engine.run import evaluate, opening
 from trireme.models.sizes import narrow
 
 
@@ -104,7 +104,7 @@ def few_to_collect():
 def short_runs():
     """Tokens of one test are not for the next, nor for the user of this machine; a sample is one token."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(job, "cache_folder", lambda: None)
+        patch.setattr(opening, "cache_folder", lambda: None)
         patch.setattr(evaluate, "LONGEST", 0.0)
         yield
 

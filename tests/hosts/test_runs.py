@@ -19,7 +19,7 @@ from script_files import ROOT
 
 from trireme.engine.gradients import SharedGradients
 from trireme.engine.queues import watchdog
-from trireme.engine.run import job, state
+from trireme.engine.run import planning, state
 from trireme.engine.run.evaluate import Evaluator
 from trireme.engine.run.folder import Folder
 from trireme.storage.files import StoreError
@@ -246,7 +246,7 @@ def test_what_a_host_leaves_that_was_killed_at_its_end_is_removed(folder):
 def other_gpu(host: int) -> None:
     """One host's driver is broken, say."""
     if host == 1:
-        job.model_of = lambda device: "another"
+        planning.model_of = lambda device: "another"
 
 
 def refused(out: Path, hosts: int, argv, changed=lambda host: None) -> str:

@@ -31,8 +31,9 @@ from trireme.engine.queues.real import RealQueues
 from trireme.engine.run import config_file, folder, screen
 from trireme.engine.run.after import hub
 from trireme.engine.run.evaluate import Evaluator
-from trireme.engine.run.job import computer, read_rows
+from trireme.engine.run.opening import read_rows
 from trireme.engine.run.options import Eval, Machine, Options, Reading, Sample, flag, table
+from trireme.engine.run.planning import computer
 from trireme.engine.tuning.adapters import Adapter
 from trireme.engine.tuning.base import CheckpointBase, why_copied
 from trireme.engine.tuning.chosen import adapted, aware

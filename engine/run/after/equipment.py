@@ -1,4 +1,7 @@
-"""`trireme env`: what to paste into an issue. Measures and writes nothing; imports no torch, which may be broken."""
+"""`trireme env` and `trireme check`: what this machine has, and how fast it is.
+
+What env prints is to be pasted into an issue: it measures nothing, and imports no torch, which may be broken.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from pathlib import Path
 from trireme.engine.check.row import Row, versions
 from trireme.engine.queues.cgroups import cores
 from trireme.engine.run import screen
-from trireme.engine.run.options import Env
+from trireme.engine.run.options import Check, Env
 
 ROOT = str(Path(__file__).resolve().parents[3])
 GIT = 'git -C "$0" --git-dir=.git'
@@ -29,8 +32,13 @@ VARIABLES = ("CUDA_", "HF_HOME", "HF_HUB_", "HF_ENDPOINT", "TRIREME_", "NCCL_", 
 SECONDS = 5  # of a program, at most
 
 
-def run(o: Env) -> None:
-    """The command."""
+def run(o: Env | Check) -> None:
+    """The commands. Raises InputError, StoreError, OSError."""
+    if isinstance(o, Check):
+        from trireme.engine.check.check import check, folders_of  # late: torch
+
+        check(folders_of(list(o.store) or ["."]), screen.say, o.tune)
+        return
     screen.say(versions().line())
     screen.say(Row("machine", "system", platform.platform()).line())  # which names WSL2
     screen.say(Row("machine", "cores", f"{cores():g} of {os.cpu_count()} may be used").line())
