@@ -26,7 +26,7 @@ from trireme.engine.hosts.group import here
 from trireme.engine.memory import DTYPE
 from trireme.engine.planner.rule import largest
 from trireme.engine.queues.names import numbered
-from trireme.engine.run import folder, record, screen
+from trireme.engine.run import folder, screen
 from trireme.engine.run.record import Reference, Snapshot
 from trireme.engine.step import evaluate, metrics_of, stream_layers
 from trireme.models.config import InputError
@@ -85,11 +85,11 @@ class Evaluator:
         """
         tokens = sum(part.tokens if rows is None else part.tokens * rows // part.n_sequences for part in data)
         batches = chain.from_iterable(part.batches(self.rows, rows) for part in data)
-        with screen.working(what, tokens, "tokens") as more:
+        with screen.working(what, tokens, "tokens") as progressed:
             while not here().any(stopped()) and (group := list(islice(batches, self.n_micro))):
                 step = [in_ram(self.e.cfg, mb) for mb in group]
                 yield step, evaluate(self.e, self.dealt(step, correct=correct), parts)
-                more(sum(mb.tokens for mb in step))
+                progressed(sum(mb.tokens for mb in step))
 
     def loss(
         self, data: Dataset, preference: Preference | None, rows: int | None = None, stopped: Stopped = lambda: False
@@ -101,8 +101,8 @@ class Evaluator:
             if preference:
                 docs += [mb.of_docs for mb in step if mb.of_docs]
                 logps += in_order(step, losses)
-            own = [float(each.double().sum()) for each in losses]
-            total += reduce(add, here().numbers(own, self.e.plan.n_micro))
+            sums = [float(loss.double().sum()) for loss in losses]
+            total += reduce(add, here().numbers(sums, self.e.plan.n_micro))
             weight, trained = weight + sum(mb.weight for mb in step), trained + sum(mb.trained for mb in step)
         counted = {"rows": trained} if self.e.cfg.scores else {}
         if preference and docs:
@@ -127,10 +127,10 @@ class Evaluator:
         end, out = time.monotonic() + LONGEST, list[list[int]]()
         enough = lambda: time.monotonic() > end or stopped()
         eos = frozenset([codec.facts.eos]) if codec.facts.eos is not None else frozenset[int]()
-        asked = fitted(self.e, prompts(data, n))
+        starts = fitted(self.e, prompts(data, n))
         with screen.clock().at("samples"), suppress(torch.OutOfMemoryError):
-            out = continued(self.e, asked, MAX_NEW, eos, enough=enough) if all(asked) else []
-        shown = zip(map(codec.decode, asked[: len(out)]), out, strict=True)
+            out = continued(self.e, starts, MAX_NEW, eos, enough=enough) if all(starts) else []
+        shown = zip(map(codec.decode, starts[: len(out)]), out, strict=True)
         return [(prompt, codec.decode(ids), bool(ids) and ids[-1] in eos) for prompt, ids in shown]
 
 
@@ -143,8 +143,8 @@ def in_order(step: Sequence[InRam], losses: Sequence[torch.Tensor]) -> list[floa
     """The log-probabilities of the documents of a step, from the losses of all hosts' micro-batches."""
     group, docs = here(), documents(step)
     pairs = zip(docs[group.host], losses, strict=False)
-    own = [logp for of, x in pairs for logp in of.sums(x.cpu().numpy())]
-    return group.numbers(own, sum(len(of.lengths) for share in docs for of in share))
+    logps = [logp for of, x in pairs for logp in of.sums(x.cpu().numpy())]
+    return group.numbers(logps, sum(len(of.lengths) for share in docs for of in share))
 
 
 # ---------------------------------------------------------------- the reference: the model before training
@@ -167,10 +167,10 @@ def with_reference(run: Training, stopped: Stopped) -> None:
         if len(logps) < total:
             raise KeyboardInterrupt
         if not here().host:
-            record.write(path, Reference(logps))
+            folder.write_record(path, Reference(logps))
         pairs = count(total // 2, "answer" if job.data.options.kind == "labels" else "pair")
         screen.say(f"compared {pairs}: the reference took {seconds(time.monotonic() - began)}")
-    known = record.read(path, Reference)  # of host 0
+    known = folder.read_record(path, Reference)  # of host 0
     logps = json.loads(here().texts(json.dumps(known.logps if known else []))[0])
     if len(logps) != total:
         raise InputError(f"--resume {job.out}: {path} is lost or damaged. Restore it from a copy, or start again.")

@@ -16,13 +16,15 @@ import shutil
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, suppress
-from dataclasses import replace
+from dataclasses import asdict, is_dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any, TypeVar, get_type_hints
 
 from trireme.engine.amounts import count
 from trireme.engine.hosts.group import here
-from trireme.engine.run import config_file, record, screen
+from trireme.engine.plan import Plan
+from trireme.engine.run import config_file, screen
 from trireme.engine.run.after import hub
 from trireme.engine.run.options import Options
 from trireme.engine.run.record import Best, State
@@ -41,7 +43,7 @@ from trireme.storage.files import (
     write_synced,
 )
 from trireme.storage.store import Store
-from trireme.storage.untrusted import checksum, quoted
+from trireme.storage.untrusted import checksum, quoted, seal, unseal
 
 RUN, STATE, NOTE, REFERENCE = ".run", "state.json", "best.json", "reference.json"
 LOGS = ("config.yaml", "log.jsonl", "report.html")
@@ -50,6 +52,8 @@ BEGUN = {RUN, ".config.yaml.partial"}  # what a run has made that was killed at 
 OF_HOST = (STATE, "log.jsonl", ".*.partial", "tokens/*.tokens", "tokens/*.npz", "tokens/stdin*")
 OF_RUN = (REFERENCE, "*/.*.partial", "*.new/*", "teacher/scores.json", "teacher/*/part-*.safetensors")
 KNOWN = (*OF_HOST, *OF_RUN, *(f"host-*/{name}" for name in OF_HOST))  # files in .run, besides the best and the store
+FORMAT = 1  # of records
+T = TypeVar("T")
 Save = Callable[[Path], Mapping[str, str]]  # writes a new folder, and returns its files' checksums by name
 
 
@@ -75,7 +79,7 @@ class Folder:
         for path in (*self.out.iterdir(), *self.run.rglob("*")):
             if path.is_symlink():
                 raise InputError(f"{path} is a link, and a run would write where it leads. Remove it.")
-        state = record.read(self.run / STATE, State) or (State("") if here().host else None)
+        state = read_record(self.run / STATE, State) or (State("") if here().host else None)
         if state is None:
             way = f"restore it from a copy, or remove {quoted(self.out)} and start again"
             raise InputError(f"--resume {self.out}: {self.run / STATE} is lost or damaged: {way}.")
@@ -84,7 +88,7 @@ class Folder:
         if here().hosts != self.state.hosts:
             way = "Resume it with as many, or begin another from its OUT/step-N"
             raise InputError(f"--resume {self.out}: the run is of {count(self.state.hosts, 'host')}. {way}.")
-        if here().first(self.state.ended and not self.state.kept):
+        if here().first(self.state.ended and not self.state.keep_state):
             self.end(self.stores)
             raise InputError(f"--resume {self.out}: that run is finished. {further(self.out)}.")
 
@@ -95,7 +99,7 @@ class Folder:
     def note(self, state: State) -> None:
         """Writes how far the run has come."""
         self.state = state
-        record.write(self.run / STATE, state)
+        write_record(self.run / STATE, state)
 
     # ------------------------------------------------------------ weights besides the store's
 
@@ -107,7 +111,7 @@ class Folder:
         shutil.rmtree(new, ignore_errors=True)
         files = dict(save(new))
         if note:
-            record.write(new / NOTE, Best(files))
+            write_record(new / NOTE, Best(files))
         self.discard(target, [*files, NOTE])
         new.rename(target)
         sync_folder(target.parent)
@@ -118,12 +122,12 @@ class Folder:
     def drop_best(self, keep: int | None = None) -> None:
         """Removes the best weights, but those of the step `keep`."""
         for path in self.run.glob("best-*"):
-            if path != self.best(keep) and (note := record.read(path / NOTE, Best)):
+            if path != self.best(keep) and (note := read_record(path / NOTE, Best)):
                 self.discard(path, [*note.files, NOTE])
 
     def holds_best(self, step: int | None) -> bool:
         """Whether the best weights, of an evaluated step, are there, byte by byte."""
-        folder, note = self.best(step), record.read(self.best(step) / NOTE, Best)
+        folder, note = self.best(step), read_record(self.best(step) / NOTE, Best)
         if note is None or step is None:
             return step is None
         with suppress(OSError):
@@ -135,7 +139,7 @@ class Folder:
 
     def take_over(self, step: int | None) -> None:
         """Gives OUT the files of the best, by hard links if the drive has them. May be killed and repeated."""
-        folder, note = self.best(step), record.read(self.best(step) / NOTE, Best)
+        folder, note = self.best(step), read_record(self.best(step) / NOTE, Best)
         assert note is not None
         for name in note.files:
             target = self.out / name
@@ -154,7 +158,7 @@ class Folder:
 
     def finish(self, keep_state: bool) -> None:
         """Removes all but the output, which is complete. If killed, `reopen` repeats it."""
-        self.note(replace(self.state, started=True, ended=True, kept=keep_state))
+        self.note(replace(self.state, started=True, ended=True, keep_state=keep_state))
         if not keep_state:
             self.end(self.stores)
 
@@ -204,7 +208,7 @@ def named(o: Options) -> Options:
     """The options with an output folder: without --out runs/NAME, or the first free one of runs/NAME-2, -3 ..."""
     name = "demo" if o.demo else o.shape or (hub.title(o.model) if o.model else "run")
     names = (f"runs/{name}" + f"-{n}" * (n > 1) for n in range(1, 1 << 20))
-    return o if o.out else replace(o, out=next(each for each in names if not Path(each).exists()))
+    return o if o.out else replace(o, out=next(name for name in names if not Path(name).exists()))
 
 
 def check_free(out: Path) -> None:
@@ -256,7 +260,7 @@ def opened(options: Options) -> Iterator[Folder]:
 def stores(options: Options) -> list[Path]:
     """The folders of this host's store."""
     part = f"host-{here().host}" if here().host else "."
-    return [Path(each) / part for each in options.store] or [Path(options.out) / RUN / part / "store"]
+    return [Path(path) / part for path in options.store] or [Path(options.out) / RUN / part / "store"]
 
 
 # ---------------------------------------------------------------- what a folder is
@@ -276,7 +280,7 @@ def resumable(out: str) -> str:
 
 def latest(runs: Path) -> Path:
     """The unfinished run in a folder whose state was written last. Raises InputError."""
-    states = [path for path in runs.glob(f"*/{RUN}/{STATE}") if not (record.read(path, State) or State("")).ended]
+    states = [path for path in runs.glob(f"*/{RUN}/{STATE}") if not (read_record(path, State) or State("")).ended]
     if not states:
         raise InputError(f"--resume: no unfinished run in {runs}/. Name the run: --resume RUN.")
     return max(states, key=lambda path: path.lstat().st_mtime).parents[1]
@@ -295,7 +299,34 @@ def further(out: Path) -> str:
     """How a finished run's result is trained further, to be pasted."""
     options = config_file.of_run(out) or Options()
     model = f"{quoted(options.model)} --adapter {quoted(out)}" if (out / ADAPTER).exists() else quoted(out)
-    data = " ".join(f"--data {quoted(each)}" for each in options.data)
+    data = " ".join(f"--data {quoted(path)}" for path in options.data)
     method = f" --method {options.method}" * (options.method != "sft")
     command = f"trireme {model} {data}{method} --warmup 0"
     return f"To train its result further: {command}. --keep-state keeps the state of the next"
+
+
+# ---------------------------------------------------------------- records
+
+
+def write_record(path: Path, record: Any) -> None:
+    """Writes a record durably, with its checksum. Raises StoreError."""
+    replace_synced(path, seal(FORMAT, asdict(record)))
+
+
+def read_record(path: Path, cls: type[T]) -> T | None:
+    """The record in a file; None if there is none, it is damaged, or not one of this version."""
+    try:
+        return record_of(cls, unseal(path.read_bytes(), FORMAT, path.name), path.name)
+    except (OSError, ValueError, InputError):
+        return None
+
+
+def record_of(cls: type[T], fields: dict[str, Any], where: str) -> T:
+    """A dataclass from the JSON of its `asdict`, whose checksum was compared. Raises InputError if keys differ."""
+    hints: dict[str, Any] = get_type_hints(cls)
+    nested = {name: value for name, value in fields.items() if is_dataclass(hints.get(name))}
+    made = {n: Plan.of(v) if hints[n] is Plan else record_of(hints[n], v, where) for n, v in nested.items()}
+    try:
+        return cls(**fields | made)
+    except TypeError as error:
+        raise InputError(f"{where} is of another version of trireme ({error}). Start again.") from None

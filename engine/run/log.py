@@ -10,7 +10,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -31,10 +31,7 @@ Tracker = tuple[Callable[[Record], object], Callable[[], object]]  # (add, close
 LAST = 50  # steps from which the rest is estimated
 APART = 10.0  # seconds between lines of steps that stay
 DOUBLED, NOISE, FEWEST = 2.0, 2.0, 3  # the run diverges at twice the first loss and more than noise, in some steps
-KEPT = (*page.DRAWN, "step_time_s", "tokens", "trained_tokens", "eval_time_s", "general_loss", "general_accuracy")
-PLACES = 4  # decimals to which figures are compared, as lines show them
-CHANCE = 0.5  # accuracy on pairs by a model for which they are ties: 0 in the log
-PAIRS = "accuracy of pairs"
+IN_MEMORY = (*page.DRAWN, "step_time_s", "tokens", "trained_tokens", "eval_time_s", "general_loss", "general_accuracy")
 SHOWN = {"ce": "ce", "kl": "kl", "accuracy": "accuracy", "rewards/accuracies": "accuracy", "rewards/margins": "margin"}
 
 
@@ -47,7 +44,7 @@ class Log:
         Raises OSError.
         """
         self.path, self.total, self.expected, self.trackers = out / "log.jsonl", total, evaluations, list(others)
-        self.steps, self.evals, self.general = list[Record](), list[Record](), list[Record]()  # KEPT of each
+        self.steps, self.evals, self.general = list[Record](), list[Record](), list[Record]()  # IN_MEMORY of each
         self.waiting, self.warned, self.diverges = b"", False, False
         self.stayed = -math.inf  # when a step's line last stayed
         self.fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
@@ -56,7 +53,7 @@ class Log:
         os.ftruncate(self.fd, min(since, os.fstat(self.fd).st_size))
         sync_folder(out)
         for record in read_log(self.path):
-            self._keep(record)
+            self._remember(record)
         self.nbytes = os.fstat(self.fd).st_size
 
     def step(self, record: Record) -> None:
@@ -115,16 +112,16 @@ class Log:
 
     def add(self, record: Record) -> None:
         """Logs a step or an evaluation."""
-        self._keep(record)
+        self._remember(record)
         line = {key: str(v) if isinstance(v, float) and not math.isfinite(v) else v for key, v in record.items()}
         self.waiting += json.dumps(line).encode() + b"\n"
         self._flush()
         self.trackers = [tracker for tracker in self.trackers if works(partial(tracker[0], record))]
 
-    def _keep(self, record: Record) -> None:
-        kept = {key: record[key] for key in KEPT if key in record}
+    def _remember(self, record: Record) -> None:
+        part = {key: record[key] for key in IN_MEMORY if key in record}
         of = {"loss": self.steps, "eval_loss": self.evals, "general_loss": self.general}
-        next(records for name, records in of.items() if name in record).append(kept)
+        next(records for name, records in of.items() if name in record).append(part)
 
     def _flush(self) -> None:
         """Writes what waits; a torn line is cut off again."""
@@ -198,28 +195,6 @@ def load_record(load: Load | None) -> Record:
     shares = counted / counted.sum(1, keepdim=True)
     record: Record = {"expert_share": round(float(shares.max()), 4), "experts_idle": int((counted == 0).sum())}
     return record | ({"router_aux": round(load.loss(), 6)} if load.weight else {})
-
-
-# ---------------------------------------------------------------- is it better?
-
-
-def changes(
-    before: Mapping[str, float], after: Mapping[str, float], of: str, on: str, counted: str
-) -> Iterator[tuple[bool, str]]:
-    """Yields whether a figure is better, and its line, for those that both evaluations have. `of`: eval or general,
-    `on`: its data in words, `counted`: of what the accuracy is.
-    """
-    for name, what in (("loss", "loss"), ("accuracy", f"accuracy of {counted}"), ("rewards/accuracies", PAIRS)):
-        key = f"{of}_{name}"
-        if key not in before or key not in after:
-            continue
-        was, now = before[key] or CHANCE * (what == PAIRS), after[key]
-        gain = (round(now, PLACES) - round(was, PLACES)) * (-1 if name == "loss" else 1)
-        verdict = "the same" if not gain else "better" if gain > 0 else "worse"  # NaN: worse
-        share = f"{percent(abs(gain / was))} " if gain and was else ""
-        values = f"{100 * was:.2f} % -> {100 * now:.2f} %: "
-        line = f"{what} {was:.4f} -> {now:.4f} on {on}: {share}" if name == "loss" else f"{what} {values}"
-        yield gain > 0, f"{line}{verdict}"
 
 
 # ---------------------------------------------------------------- trackers

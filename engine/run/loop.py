@@ -25,11 +25,11 @@ from trireme.engine.planner.machine import note_drives
 from trireme.engine.planner.predict import predict
 from trireme.engine.queues.names import READS
 from trireme.engine.queues.task import Task
-from trireme.engine.run import config_file, folder, page, report, screen
+from trireme.engine.run import config_file, folder, report, screen
 from trireme.engine.run.after import hub
 from trireme.engine.run.evaluate import documents, with_reference, with_teacher
 from trireme.engine.run.job import Job, check_paths
-from trireme.engine.run.log import Log, Record, Tracker, changes, eval_line, load_record, trackers
+from trireme.engine.run.log import Log, Record, Tracker, eval_line, load_record, trackers
 from trireme.engine.run.options import Options
 from trireme.engine.run.signals import Stop, stop_signals
 from trireme.engine.run.state import Training, snapshot_of
@@ -42,7 +42,6 @@ from trireme.storage.untrusted import quoted
 BOUND_EVERY = 50  # steps between timings of queues
 SHORT, SETTLED, WARM = 0.5, 5, 2  # seconds of a short step on a GPU; the step that is traced, of short ones and others
 BUSY = 0.5  # share of a step from which a drive's rate is known
-EXAMPLES = 8  # in report.html
 
 
 class Interrupted(KeyboardInterrupt):
@@ -81,15 +80,15 @@ def train(options: Options, others: Sequence[Tracker] = ()) -> Path:
         if options.dry_run:
             report.prepared(options, snapshot)
             return out
-        own = trackers(options, place.state.id)  # before anything takes time
+        of_log = trackers(options, place.state.id)  # before anything takes time
         job, lines = report.prepared(options, snapshot)
-        if place.state.kept and snapshot and job.total_steps <= snapshot.progress.step:
+        if place.state.keep_state and snapshot and job.total_steps <= snapshot.progress.step:
             done = f"the run is finished at step {snapshot.progress.step:,}"
             raise InputError(f"--resume {out}: {done}. To go on, give more: --epochs N or --max-steps N.")
         place.write_config(job.options)
         job = with_teacher(job, place, snapshot)
         screen.forgive()
-        Run(Training(job, place, snapshot), [*others, *own], lines).go()
+        Run(Training(job, place, snapshot), [*others, *of_log], lines).go()
     return out
 
 
@@ -134,7 +133,7 @@ class Run:
 
     def load(self) -> None:
         """Loads the engine. A signal takes effect between two pieces, when no request to a drive is in flight."""
-        training, snapshot, stopped = self.training, self.training.snapshot, lambda: self.stop.asked
+        training, snapshot, stopped = self.training, self.training.snapshot, lambda: self.stop.requested
         best, is_there = self.place.best(self.done.best_step), self.place.holds_best
         if snapshot and self.job.options.export == "best" and here().first(not is_there(self.done.best_step)):
             way = "Restore them from a copy, or let the last weights be the output: --export last"
@@ -331,36 +330,11 @@ class Run:
                 log.add(record)
             screen.say(f"step {step:>{len(f'{self.job.total_steps:,}')},}  general_loss {record['general_loss']:.4f}")
 
-    def compared(self) -> tuple[bool, list[str]]:
-        """Whether nothing is better than before training on held-out rows; those and --general as lines."""
-        o, log, done = self.job.options, self.log, self.done
-        if not done.step:
-            return False, []
-        val, general = log.evals[-1:], log.general[-1:]
-        if o.export == "best" and done.best is not None:
-            val = [r for r in log.evals if r["step"] == done.best_step] or [{"eval_loss": done.best}]
-        counted = "pairs" if self.job.preference else "rows" if self.job.cfg.scores else "tokens"
-        held_out = [change for r in val for change in changes(done.first, r, "eval", "held-out rows", counted)]
-        other = Path(o.general or "").name
-        forgotten = [change for r in general for change in changes(done.first, r, "general", other, counted)]
-        lines = [screen.labelled("val", [line for _, line in held_out])]
-        lines += [screen.labelled("general", [line for _, line in forgotten])]
-        return bool(held_out) and not any(is_better for is_better, _ in held_out), sum(lines, [])
-
     def draw(self) -> None:
         """Writes report.html."""
-        job, o = self.job, self.job.options
-        if here().host:
-            return
-        name = f"{Path(o.out).resolve().name}: a run of {hub.title(o.model)}"
-        axis = f"loss of {o.method}" if o.method != "sft" else "loss (nats per token)"
-        with self.training.watched("report"):
-            examples = [job.data.example(k, page.MARKS) for k in range(min(EXAMPLES, len(job.data.pieces)))]
-            took, settings = [f"time     {took_line(screen.clock())}", *self.busy], config_file.write(o).decode()
-            facts = page.Facts(
-                name, axis, self.lines, list(dict.fromkeys(examples)), self.compared()[1], took, settings
-            )
-            self.log.draw(facts)
+        if not here().host:
+            with self.training.watched("report"):
+                self.log.draw(report.facts(self.job, self.done, self.log, self.lines, self.busy))
 
     # ------------------------------------------------------------ the end
 
@@ -378,7 +352,7 @@ class Run:
         if o.keep_state:
             training.save(self.log.sync)
         training.export_best() if best else training.export()
-        nothing_better, result = self.compared()
+        nothing_better, result = report.compared(job, done, self.log)
         if nothing_better:
             screen.warn("on held-out rows nothing is better than before training. Lower --lr, or look at the data")
         for line in [*result, self.log.line()]:

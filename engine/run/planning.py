@@ -54,7 +54,7 @@ class Planner:
     def _faults(self, plan: Plan, work: Work, limits: Limits) -> Iterator[str]:
         """Why the plan of --plan does not suit the model, the run or the device."""
         wanted = {"gpus": limits.gpus, "mode": self._mode, "dtype": DTYPES.get(self.options.dtype)}
-        wanted |= {"adam_bits": self.options.adam_bits} | (self.fixed.kept if self.fixed else {})
+        wanted |= {"adam_bits": self.options.adam_bits} | (self.fixed.invariant if self.fixed else {})
         for name, value in wanted.items():
             if value not in (None, of := getattr(plan, name)):
                 yield f"{name} is {value}, the plan has {of}"

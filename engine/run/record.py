@@ -1,45 +1,11 @@
-"""Records on disk: a dataclass as JSON with a checksum, written atomically; and the records of a run."""
+"""What a run notes on disk, in .run and in each snapshot of its store; folder.py reads and writes it."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field, is_dataclass
-from pathlib import Path
-from typing import Any, TypeVar, get_type_hints
+from dataclasses import dataclass, field
+from typing import Any
 
 from trireme.engine.plan import Plan
-from trireme.models.config import InputError
-from trireme.storage.files import replace_synced
-from trireme.storage.untrusted import seal, unseal
-
-FORMAT = 1
-T = TypeVar("T")
-
-
-def write(path: Path, record: Any) -> None:
-    """Writes a record durably, with its checksum. Raises StoreError."""
-    replace_synced(path, seal(FORMAT, asdict(record)))
-
-
-def read(path: Path, cls: type[T]) -> T | None:
-    """The record in a file; None if there is none, it is damaged, or not one of this version."""
-    try:
-        return of(cls, unseal(path.read_bytes(), FORMAT, path.name), path.name)
-    except (OSError, ValueError, InputError):
-        return None
-
-
-def of(cls: type[T], fields: dict[str, Any], where: str) -> T:
-    """A dataclass from the JSON of its `asdict`, whose checksum was compared. Raises InputError if keys differ."""
-    hints: dict[str, Any] = get_type_hints(cls)
-    nested = {name: value for name, value in fields.items() if is_dataclass(hints.get(name))}
-    made = {n: Plan.of(v) if hints[n] is Plan else of(hints[n], v, where) for n, v in nested.items()}
-    try:
-        return cls(**fields | made)
-    except TypeError as error:
-        raise InputError(f"{where} is of another version of trireme ({error}). Start again.") from None
-
-
-# ---------------------------------------------------------------- of a run
 
 
 @dataclass
@@ -61,7 +27,7 @@ class Progress:
 class Fixed:
     """What a resumed run keeps, so that its results are bitwise those of an uninterrupted one."""
 
-    plan: Plan  # placement may change; not what `kept` names, nor where updates run
+    plan: Plan  # placement may change; not what `invariant` names, nor where updates run
     batch_size: int
     rows: int  # sequences of a micro-batch
     seq_len: int
@@ -74,7 +40,7 @@ class Fixed:
     teacher: str = ""  # key of the teacher's scores
 
     @property
-    def kept(self) -> dict[str, Any]:
+    def invariant(self) -> dict[str, Any]:
         """What no plan of a resumed run may change."""
         names = ("tokens", "n_micro", "dtype", "record", "adam_bits", "halves")
         return {name: getattr(self.plan, name) for name in names}
@@ -112,4 +78,4 @@ class State:
     hosts: int = 1
     started: bool = False  # there was a snapshot that all hosts have
     ended: bool = False  # the output is complete: only .run and the store are left to be removed
-    kept: bool = False  # ended, and these stay, so that the run can be extended
+    keep_state: bool = False  # ended, and these stay, so that the run can be extended

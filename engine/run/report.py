@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from trireme.engine.amounts import compact, count, duration, gb, gib
+from trireme.engine.amounts import compact, count, duration, gb, gib, percent
 from trireme.engine.geometry import Geometry
 from trireme.engine.plan import DoesNotFit
 from trireme.engine.planner import lines as forecasts
@@ -13,10 +14,11 @@ from trireme.engine.planner.advice import ENDLESS, faster
 from trireme.engine.planner.clock import Part
 from trireme.engine.planner.host import available_ram, computed_by
 from trireme.engine.planner.whole import Events, compile_s, estimated_parts, evaluation_s, written
-from trireme.engine.run import config_file, screen
+from trireme.engine.run import config_file, page, screen
 from trireme.engine.run.after import hub
 from trireme.engine.run.evaluate import LONGEST, MAX_NEW
 from trireme.engine.run.job import BYTES, Job, alternatives, check_room, make
+from trireme.engine.run.log import Log
 from trireme.engine.run.opening import bytes_of
 from trireme.engine.run.options import Method, Options, table
 from trireme.engine.run.record import Progress, Snapshot
@@ -31,6 +33,10 @@ from trireme.storage.untrusted import quoted
 
 COMPLETE: tuple[Part, ...] = ("evaluations", "samples", "snapshots", "export")  # whose last time predicts the next
 UNUSUAL = 30  # times the default learning rate
+EXAMPLES = 8  # in report.html
+PLACES = 4  # decimals to which figures are compared, as lines show them
+CHANCE = 0.5  # accuracy on pairs by a model for which they are ties: 0 in the log
+PAIRS = "accuracy of pairs"
 
 
 def lines(job: Job) -> Iterator[str]:
@@ -230,6 +236,52 @@ def prepared(o: Options, snapshot: Snapshot | None) -> tuple[Job, list[str]]:
 
 
 # ---------------------------------------------------------------- after the last step
+
+
+def changes(
+    before: Mapping[str, float], after: Mapping[str, float], of: str, on: str, counted: str
+) -> Iterator[tuple[bool, str]]:
+    """Yields whether a figure is better, and its line, for those that both evaluations have. `of`: eval or general,
+    `on`: its data in words, `counted`: of what the accuracy is.
+    """
+    for name, what in (("loss", "loss"), ("accuracy", f"accuracy of {counted}"), ("rewards/accuracies", PAIRS)):
+        key = f"{of}_{name}"
+        if key not in before or key not in after:
+            continue
+        was, now = before[key] or CHANCE * (what == PAIRS), after[key]
+        gain = (round(now, PLACES) - round(was, PLACES)) * (-1 if name == "loss" else 1)
+        verdict = "the same" if not gain else "better" if gain > 0 else "worse"  # NaN: worse
+        share = f"{percent(abs(gain / was))} " if gain and was else ""
+        values = f"{100 * was:.2f} % -> {100 * now:.2f} %: "
+        line = f"{what} {was:.4f} -> {now:.4f} on {on}: {share}" if name == "loss" else f"{what} {values}"
+        yield gain > 0, f"{line}{verdict}"
+
+
+def compared(job: Job, done: Progress, log: Log) -> tuple[bool, list[str]]:
+    """Whether nothing is better than before training on held-out rows; those and --general as lines."""
+    o, val, general = job.options, log.evals[-1:], log.general[-1:]
+    if not done.step:
+        return False, []
+    if o.export == "best" and done.best is not None:
+        val = [r for r in log.evals if r["step"] == done.best_step] or [{"eval_loss": done.best}]
+    counted = "pairs" if job.preference else "rows" if job.cfg.scores else "tokens"
+    held_out = [change for r in val for change in changes(done.first, r, "eval", "held-out rows", counted)]
+    other = Path(o.general or "").name
+    forgotten = [change for r in general for change in changes(done.first, r, "general", other, counted)]
+    lines = [screen.labelled("val", [line for _, line in held_out])]
+    lines += [screen.labelled("general", [line for _, line in forgotten])]
+    return bool(held_out) and not any(is_better for is_better, _ in held_out), sum(lines, [])
+
+
+def facts(job: Job, done: Progress, log: Log, report: Sequence[str], busy: Sequence[str]) -> page.Facts:
+    """What report.html says besides the log. `report`: the lines before the first step, `busy`: on the queues."""
+    o, data = job.options, job.data
+    title = f"{Path(o.out).resolve().name}: a run of {hub.title(o.model)}"
+    axis = f"loss of {o.method}" if o.method != "sft" else "loss (nats per token)"
+    examples = dict.fromkeys(data.example(k, page.MARKS) for k in range(min(EXAMPLES, len(data.pieces))))
+    took = [f"time     {forecasts.took_line(screen.clock())}", *busy]
+    result, settings = compared(job, done, log)[1], config_file.write(o).decode()
+    return page.Facts(title, axis, report, list(examples), result, took, settings)
 
 
 def about_output(job: Job, done: Progress) -> list[str]:

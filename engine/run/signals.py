@@ -27,7 +27,7 @@ class Stop:
 
     def __init__(self, step: int, total: int):
         self.step, self.last, self.total = step, total, total  # the step that is done now; the last one to do
-        self.asked, self.loading = False, True
+        self.requested, self.loading = False, True
 
     @property
     def leaving(self) -> bool:
@@ -36,14 +36,14 @@ class Stop:
 
     def ask(self, number: int) -> None:
         """Handles the first signal. Several hosts go on until they agree."""
-        self.asked = True
+        self.requested = True
         self.last = self.step if here().hosts == 1 else self.last
         what = "leaving" if self.loading else f"finishing step {self.step:,} and saving"
         screen.urgent(f"\n  {what}{'' if number in NOTICES else '; again: exit immediately'}")
 
     def agree(self) -> None:
         """To be called by all hosts after each step."""
-        if here().any(self.asked):
+        if here().any(self.requested):
             self.last = self.step
 
 

@@ -22,10 +22,10 @@ from trireme.engine.planner.host import computed_by, hold_to
 from trireme.engine.planner.machine import drive_speeds, note_pinned
 from trireme.engine.queues.real import RealQueues
 from trireme.engine.queues.watchdog import leave, patience, watched
-from trireme.engine.run import config_file, record, screen
+from trireme.engine.run import config_file, screen
 from trireme.engine.run.after import hub
 from trireme.engine.run.evaluate import Evaluator
-from trireme.engine.run.folder import RUN, Folder, Save
+from trireme.engine.run.folder import RUN, Folder, Save, record_of
 from trireme.engine.run.job import Job
 from trireme.engine.run.options import Options
 from trireme.engine.run.record import Progress, Snapshot
@@ -59,11 +59,11 @@ def snapshot_of(folder: Folder, options: Options) -> Snapshot | None:
     with suppress(NoSnapshot):
         if lost is None:
             folder.store = Store.open(folder.stores, options.keep, say=screen.warn, run=folder.state.id)
-    sequences = {each.step: each.sequence for each in folder.store.snapshots} if folder.store else {}
+    sequences = {made.step: made.sequence for made in folder.store.snapshots} if folder.store else {}
     of_hosts = [json.loads(text) for text in here().texts(json.dumps([folder.state.started, [*sequences]]))]
     last = max(set(sequences).intersection(*(steps for _, steps in of_hosts)), default=None)
     if folder.store and last is not None:
-        return record.of(Snapshot, folder.store.go_back(sequences[last]), f"--resume {folder.out}: its snapshot")
+        return record_of(Snapshot, folder.store.go_back(sequences[last]), f"--resume {folder.out}: its snapshot")
     latest = [max(steps, default=0) for _, steps in of_hosts]
     if any(latest) and any(started for started, _ in of_hosts):
         way = f"Restore its part of {folder.out / RUN} and of --store from a copy, or start again"

@@ -13,9 +13,9 @@ from pages import check_page
 from runs import ended, go, hold, records, wait_for
 
 import trireme
-from trireme.engine.run.log import changes
 from trireme.engine.run.loop import train
 from trireme.engine.run.options import Options, every
+from trireme.engine.run.report import changes
 
 NAN = float("nan")
 

@@ -11,7 +11,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trireme.engine.run import cli, config_file, record
+from trireme.engine.run import cli, config_file, folder, record
 from trireme.engine.run.options import COMMANDS, Every, Options, every, flag, gib_size, number, table, warmup, whole
 from trireme.models.config import InputError
 
@@ -127,13 +127,13 @@ def test_records_come_back_and_damage_is_seen(step, loss, files, tmp_path_factor
         record.State("a", True, False),
         record.Progress(step, best=loss),
     ):
-        record.write(path, made)
-        assert record.read(path, type(made)) == made
+        folder.write_record(path, made)
+        assert folder.read_record(path, type(made)) == made
         content = path.read_bytes()
         for at in range(content.index(b'", ') + 3, len(content), 3):  # behind format and checksum
             path.write_bytes(content[:at] + bytes([content[at] ^ 1]) + content[at + 1 :])
-            assert record.read(path, type(made)) is None
-    assert record.read(path.with_name("no.json"), record.Best) is None
+            assert folder.read_record(path, type(made)) is None
+    assert folder.read_record(path.with_name("no.json"), record.Best) is None
 
 
 def test_config_lists_first_what_was_chosen(tmp_path):

@@ -24,7 +24,7 @@ from runs import (
     weights,
 )
 
-from trireme.engine.run import cli, folder, job, loop, record
+from trireme.engine.run import cli, folder, job, loop
 from trireme.engine.run.loop import train
 from trireme.engine.run.options import every
 from trireme.engine.run.record import State
@@ -44,7 +44,7 @@ def test_a_killed_run_resumes_bitwise(checkpoint, uninterrupted, where):
     wait_for(out, 3)
     os.kill(pid, signal.SIGKILL)
     assert ended(pid) == -signal.SIGKILL
-    assert record.read(out / ".run/state.json", State).started
+    assert folder.read_record(out / ".run/state.json", State).started
     train(replace(run, resume=str(out)))
     assert (weights(out), losses(out)) == uninterrupted
     assert not (out / ".run").exists()

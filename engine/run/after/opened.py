@@ -193,7 +193,7 @@ def _streamed(f: Finished, plan: Plan, dtype: str, stack: ExitStack) -> tuple[Ch
     SSD. Raises StoreError.
     """
     geo = Geometry.of(f.cfg, plan)
-    layouts = {v: own for v, own in enumerate(geo.stored_base) if plan.units[geo.unit_of(v)].base == "ssd"}
+    layouts = {v: layout for v, layout in enumerate(geo.stored_base) if plan.units[geo.unit_of(v)].base == "ssd"}
     if not layouts:
         return None, []
     stored = hf.sources(f.cfg, f.source.shapes, f.source.named)

@@ -84,15 +84,15 @@ class Speaker:
             return tokens
 
         room = [min(self.o.max_new_tokens, self.e.e.cfg.max_positions - len(prompt)) for prompt in prompts]
-        made = [
+        answers = [
             Answer(self.text(prompt, ids), len(ids), bool(ids) and ids[-1] in self.sampling.ends)
             for prompt, ids in zip(
                 prompts, continued(self.e.e, prompts, room, self.sampling.ends, pick=pick), strict=True
             )
         ]
         if hear:
-            hear(made[0].text[length:])
-        return made
+            hear(answers[0].text[length:])
+        return answers
 
 
 def run(o: Sample) -> int:
@@ -107,8 +107,8 @@ def run(o: Sample) -> int:
                 _converse(speaker, write)
             elif o.prompts:
                 for prompt, answer in zip(prompts, speaker.answers(tokens), strict=True):
-                    asked = {"prompt" if isinstance(prompt, str) else "messages": prompt}
-                    write(json.dumps(asked | answer._asdict(), ensure_ascii=False) + "\n")
+                    question = {"prompt" if isinstance(prompt, str) else "messages": prompt}
+                    write(json.dumps(question | answer._asdict(), ensure_ascii=False) + "\n")
             for i, ids in enumerate(tokens if o.prompt else ()):
                 if len(tokens) > 1:
                     screen.say(f"prompt   {o.prompt[i]}")
