@@ -154,8 +154,8 @@ def make(o: Options, snapshot: Snapshot | None = None, by_rule: bool = False) ->
     room = DataOptions(o.seq_len or 0, kind=opening.kind_of(o)).room
     planner = Planner(o, opened.cfg, room, device.type == "cuda", limits, fixed)
     with clock.at("plan"):
-        if not planner.user_plan:  # before the data is read
-            simple_plan(opened.cfg, planner.limits_for(o.batch_size), planner.wanted(o.batch_size))
+        if not planner.user_plan:  # before the data is read, of which there may be a single sequence
+            simple_plan(opened.cfg, planner.limits_for(1), planner.wanted(1))
     with clock.at("tokens"):
         data = read_data(o, opened)
     opened = opening.in_wording(o, opened, data)

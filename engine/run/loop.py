@@ -31,6 +31,7 @@ from trireme.engine.run.evaluate import documents, with_reference, with_teacher
 from trireme.engine.run.job import Job, check_paths
 from trireme.engine.run.log import Log, Record, Tracker, eval_line, load_record, trackers
 from trireme.engine.run.options import Options
+from trireme.engine.run.record import Snapshot
 from trireme.engine.run.signals import Stop, stop_signals
 from trireme.engine.run.state import Training, snapshot_of
 from trireme.engine.step import train_step
@@ -134,10 +135,8 @@ class Run:
     def load(self) -> None:
         """Loads the engine. A signal takes effect between two pieces, when no request to a drive is in flight."""
         training, snapshot, stopped = self.training, self.training.snapshot, lambda: self.stop.requested
-        best, is_there = self.place.best(self.done.best_step), self.place.holds_best
-        if snapshot and self.job.options.export == "best" and here().first(not is_there(self.done.best_step)):
-            way = "Restore them from a copy, or let the last weights be the output: --export last"
-            raise InputError(f"--resume {self.place.out}: the best weights are not whole in {best}. {way}.")
+        if snapshot and self.job.options.export == "best":
+            self.check_best(snapshot)
         with screen.clock().at("load"), training.watched("loading"):
             training.build(stopped)
             training.load_snapshot(stopped) if snapshot else training.load_checkpoint(stopped)
@@ -147,6 +146,17 @@ class Run:
         self.stop.loading = False
         if snapshot:
             screen.say(f"resumed at step {self.done.step:,}")
+
+    def check_best(self, snapshot: Snapshot) -> None:
+        """Raises InputError if the best weights of a resumed run are damaged. One that saved none goes on without."""
+        done = self.done
+        if snapshot.options["export"] != "best":
+            done.best = done.best_step = None
+            screen.say(f"note: the best weights are those after step {done.step:,}: none were saved before")
+        elif here().first(not self.place.holds_best(done.best_step)):
+            way = "Restore them from a copy, or let the last weights be the output: --export last"
+            where = self.place.best(done.best_step)
+            raise InputError(f"--resume {self.place.out}: the best weights are not whole in {where}. {way}.")
 
     def steps(self, ahead: Ahead[int, list[InRam]]) -> None:
         done, o, total, training = self.done, self.job.options, self.job.total_steps, self.training

@@ -144,6 +144,14 @@ def test_what_does_not_fit_is_offered_otherwise(here, capsys):
 
 
 @pytest.mark.full
+def test_a_batch_larger_than_the_data_is_no_reason_to_refuse(here, capsys):
+    """A step has no more sequences than there are."""
+    Path("few.jsonl").write_text('{"text": "the cat sat on the mat"}\n' * 3)
+    words = "model --data few.jsonl --seq-len 64 --max-steps 1 --batch-size 8192 --gpu-memory 20MiB --ram 24MiB"
+    assert cli.main(words.split()) == 0, capsys.readouterr().err
+
+
+@pytest.mark.full
 def test_data_without_a_tokenizer_is_counted_by_its_bytes(here, capsys):
     words = "--shape qwen3-8b --data stories.txt --dry-run --assume gpu=h200,ram=500GiB"
     assert cli.main(words.split()) == 0

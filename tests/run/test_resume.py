@@ -103,6 +103,17 @@ def test_the_best_is_of_the_lowest_evaluation(checkpoint, tmp_path):
     assert weights(run.out) == weights(Path(run.out, f"step-{best}"))
 
 
+@pytest.mark.full
+def test_the_best_of_a_run_that_saved_none_are_those_from_there_on(checkpoint, tmp_path, capsys):
+    more = dict(val="0.2", schedule="constant", batch_size=2, lr=0.1, keep_state=True, eval_every=every("1"))
+    run = options(checkpoint, tmp_path / "out", "gpu", warmup=0.0, **more)
+    train(replace(run, max_steps=2))
+    train(replace(run, resume=run.out, export="best", export_every=every("1")))
+    assert "step 2: none were saved before" in capsys.readouterr().out
+    evals = {r["step"]: r["eval_loss"] for r in records(run.out, "eval_loss") if r["step"] > 2}
+    assert weights(run.out) == weights(Path(run.out, f"step-{min(evals, key=evals.get)}"))
+
+
 # ---------------------------------------------------------------- longer runs
 
 
