@@ -17,7 +17,7 @@ import sys
 import textwrap
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import replace
 from importlib import metadata
 from pathlib import Path
@@ -65,7 +65,8 @@ def main(argv: Sequence[str]) -> int:
     out, at = "", Place()
     try:
         with ExitStack() as stack:
-            stack.enter_context(signals_of(argv))
+            interrupt = lambda number: signal.default_int_handler(number, None)
+            stack.enter_context(stop_signals(interrupt, lambda: screen.urgent("exited immediately")))
             os.environ.update(ENVIRONMENT | os.environ)
             warnings.showwarning = lambda message, *_, **__: screen.warn(str(message))
             stack.enter_context(joined(at := place(), lambda why: _timed_out(why, folder.resumable(out))))
@@ -91,16 +92,6 @@ def main(argv: Sequence[str]) -> int:
         return code
     finally:
         _give_up_output()
-
-
-def signals_of(argv: Sequence[str]) -> AbstractContextManager[None]:
-    """A context in which signals stop the command as Ctrl-C stops Python. In `sample`, Ctrl-C ends an answer."""
-    if list(argv[:1]) != ["sample"]:
-        interrupt = lambda number: signal.default_int_handler(number, None)
-        return stop_signals(interrupt, lambda: screen.urgent("exited immediately"))
-    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-    return nullcontext()
 
 
 def gpus_of(at: Place) -> dict[str, str]:

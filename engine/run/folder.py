@@ -16,14 +16,13 @@ import shutil
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager, suppress
-from dataclasses import asdict, is_dataclass, replace
+from dataclasses import asdict, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, TypeVar
 
 from trireme.engine.amounts import count
 from trireme.engine.hosts.group import here
-from trireme.engine.plan import Plan
 from trireme.engine.run import config_file, screen
 from trireme.engine.run.after import hub
 from trireme.engine.run.options import Options
@@ -316,17 +315,6 @@ def write_record(path: Path, record: Any) -> None:
 def read_record(path: Path, cls: type[T]) -> T | None:
     """The record in a file; None if there is none, it is damaged, or not one of this version."""
     try:
-        return record_of(cls, unseal(path.read_bytes(), FORMAT, path.name), path.name)
-    except (OSError, ValueError, InputError):
+        return cls(**unseal(path.read_bytes(), FORMAT, path.name))
+    except (OSError, ValueError, TypeError):
         return None
-
-
-def record_of(cls: type[T], fields: dict[str, Any], where: str) -> T:
-    """A dataclass from the JSON of its `asdict`, whose checksum was compared. Raises InputError if keys differ."""
-    hints: dict[str, Any] = get_type_hints(cls)
-    nested = {name: value for name, value in fields.items() if is_dataclass(hints.get(name))}
-    made = {n: Plan.of(v) if hints[n] is Plan else record_of(hints[n], v, where) for n, v in nested.items()}
-    try:
-        return cls(**fields | made)
-    except TypeError as error:
-        raise InputError(f"{where} is of another version of trireme ({error}). Start again.") from None

@@ -126,10 +126,10 @@ class Job:
 
     def fixed(self, snapshot: Snapshot | None) -> Fixed:
         """What a resumed run keeps of this one; checksums of files are those that it began with."""
-        o, same = self.options, (*identity(self.cfg, self.source), fingerprint(self.data), self.date)
+        same = *identity(self.cfg, self.source), fingerprint(self.data), self.date
         files = dict(snapshot.fixed.base) if snapshot else {}
         teacher, launches = self.data.teacher.key if self.data.teacher else "", tuned.digest(self.launches)
-        return Fixed(self.plan, o.batch_size, self.rows, o.seq_len or 0, *same, launches, files, teacher)
+        return Fixed(self.plan, *same, launches, files, teacher)
 
 
 def make(o: Options, snapshot: Snapshot | None = None, by_rule: bool = False) -> Job:

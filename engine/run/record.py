@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trireme.engine.plan import Plan
+from trireme.models.config import InputError
 
 
 @dataclass
@@ -28,9 +29,6 @@ class Fixed:
     """What a resumed run keeps, so that its results are bitwise those of an uninterrupted one."""
 
     plan: Plan  # placement may change; not what `invariant` names, nor where updates run
-    batch_size: int
-    rows: int  # sequences of a micro-batch
-    seq_len: int
     config: dict[str, Any]  # numbers of the model's config, and what is trained
     tensors: dict[str, list[Any]]  # dtype and shape of every tensor of the source
     data: str  # fingerprints of the data and of what is held out
@@ -54,6 +52,15 @@ class Snapshot:
     fixed: Fixed
     options: dict[str, Any]  # config_file.saved
     computed_by: str  # GPU and libraries
+
+    @staticmethod
+    def of(fields: dict[str, Any], where: str) -> Snapshot:
+        """The record from the JSON of its `asdict`, whose checksum was compared. Raises InputError if keys differ."""
+        try:
+            fixed = Fixed(**fields["fixed"] | {"plan": Plan.of(fields["fixed"]["plan"])})
+            return Snapshot(**fields | {"progress": Progress(**fields["progress"]), "fixed": fixed})
+        except (TypeError, KeyError) as error:
+            raise InputError(f"{where} is of another version of trireme ({error}). Start again.") from None
 
 
 @dataclass(frozen=True)

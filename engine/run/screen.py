@@ -144,8 +144,12 @@ def far(what: str, done: int, total: int, began: float, unit: str = "B") -> None
 
 
 @contextmanager
-def working(what: str, total: int, unit: str = "B") -> Iterator[Callable[[int], None]]:
-    """Gives a function to call with the size of each finished part; its progress shows after PATIENCE."""
+def working(
+    what: str, total: int, unit: str = "B", stopped: Callable[[], bool] = lambda: False
+) -> Iterator[Callable[[int], None]]:
+    """Gives a function to call with the size of each finished part, which raises KeyboardInterrupt if `stopped()`. Its
+    progress shows after PATIENCE.
+    """
     began, done, line = time.monotonic(), 0, _screen.line
 
     def finished(size: int) -> None:
@@ -153,6 +157,8 @@ def working(what: str, total: int, unit: str = "B") -> Iterator[Callable[[int], 
         done += size
         _screen.counted += 1
         far(what, done, total, began, unit)
+        if stopped():
+            raise KeyboardInterrupt
 
     try:
         yield finished

@@ -24,8 +24,8 @@ from trireme.engine.queues.real import RealQueues
 from trireme.engine.queues.watchdog import leave, patience, watched
 from trireme.engine.run import config_file, screen
 from trireme.engine.run.after import hub
-from trireme.engine.run.evaluate import Evaluator
-from trireme.engine.run.folder import RUN, Folder, Save, record_of
+from trireme.engine.run.evaluate import Evaluator, Stopped
+from trireme.engine.run.folder import RUN, Folder, Save
 from trireme.engine.run.job import Job
 from trireme.engine.run.options import Options
 from trireme.engine.run.record import Progress, Snapshot
@@ -45,8 +45,6 @@ from trireme.storage.snapshots import way_back
 from trireme.storage.store import Store
 from trireme.storage.untrusted import checksum, quoted
 
-Stopped = Callable[[], bool]
-
 
 def snapshot_of(folder: Folder, options: Options) -> Snapshot | None:
     """Opens the store of a resumed run at the last snapshot that all hosts have; None before the first. Raises
@@ -63,7 +61,7 @@ def snapshot_of(folder: Folder, options: Options) -> Snapshot | None:
     of_hosts = [json.loads(text) for text in here().texts(json.dumps([folder.state.started, [*sequences]]))]
     last = max(set(sequences).intersection(*(steps for _, steps in of_hosts)), default=None)
     if folder.store and last is not None:
-        return record_of(Snapshot, folder.store.go_back(sequences[last]), f"--resume {folder.out}: its snapshot")
+        return Snapshot.of(folder.store.go_back(sequences[last]), f"--resume {folder.out}: its snapshot")
     latest = [max(steps, default=0) for _, steps in of_hosts]
     if any(latest) and any(started for started, _ in of_hosts):
         way = f"Restore its part of {folder.out / RUN} and of --store from a copy, or start again"
@@ -139,7 +137,7 @@ class Training:
         job, o = self.job, self.job.options
         if isinstance(job.source, Cached):
             what = "checking the base" if job.source.is_made() else f"quantizing the base to {job.source.base}"
-            with loading(what, job.source.file_bytes, stopped) as progressed:
+            with screen.working(what, job.source.file_bytes, stopped=stopped) as progressed:
                 job.source.make(progressed, screen.warn)
         hold_to(job.limits, job.device)
         adamw = AdamW(o.betas[0], o.betas[1], weight_decay=o.weight_decay or 0.0, max_grad_norm=o.max_grad_norm)
@@ -178,7 +176,7 @@ class Training:
         """Fills the engine with the model before training."""
         job, placement, adapter = self.job, self.engine.placement, self.job.opened.adapter
         exchange = Exchange(job.cfg, job.source, placement, adapter.values if adapter else None)
-        with loading("loading", placement.nbytes() + placement.frozen_bytes, stopped) as progressed:
+        with screen.working("loading", placement.nbytes() + placement.frozen_bytes, stopped=stopped) as progressed:
             exchange.load(progressed)
         here().agree("weights", exchange.base | {"trained": exchange.trained}, "Copy host 0's checkpoint")
         self._check_frozen(exchange.base)
@@ -186,7 +184,7 @@ class Training:
     def load_snapshot(self, stopped: Stopped) -> None:
         """Fills the engine with the last snapshot, and what is frozen from the checkpoint."""
         placement = self.engine.placement
-        with loading("loading", placement.nbytes(), stopped) as progressed:
+        with screen.working("loading", placement.nbytes(), stopped=stopped) as progressed:
             try:
                 load_from_store(placement, progressed)
             except Damaged as damage:
@@ -194,7 +192,7 @@ class Training:
                 raise StoreError(damage.errno, f"{DAMAGED}. {way}", damage.filename) from damage
         if placement.frozen_bytes:
             exchange = Exchange(self.job.cfg, self.job.source, placement)
-            with loading("loading what is frozen", placement.frozen_bytes, stopped) as progressed:
+            with screen.working("loading what is frozen", placement.frozen_bytes, stopped=stopped) as progressed:
                 exchange.load_base(progressed)
             self._check_frozen(exchange.base)
 
@@ -315,16 +313,3 @@ class Training:
                 gc.collect()
                 if self.job.on_gpu:
                     torch.cuda.empty_cache()
-
-
-@contextmanager
-def loading(what: str, nbytes: int, stopped: Stopped) -> Iterator[Callable[[int], None]]:
-    """Gives a function to call with the size of each part, which raises KeyboardInterrupt if `stopped()`."""
-
-    def progressed_or_leave(size: int) -> None:
-        progressed(size)
-        if stopped():
-            raise KeyboardInterrupt
-
-    with screen.working(what, nbytes) as progressed:
-        yield progressed_or_leave

@@ -33,7 +33,7 @@ from trireme.engine.run.after import hub
 from trireme.engine.run.evaluate import Evaluator
 from trireme.engine.run.opening import read_rows
 from trireme.engine.run.options import Eval, Machine, Options, Reading, Sample, flag, table
-from trireme.engine.run.planning import computer
+from trireme.engine.run.planning import DTYPES, computer
 from trireme.engine.tuning.adapters import Adapter
 from trireme.engine.tuning.base import CheckpointBase, why_copied
 from trireme.engine.tuning.chosen import adapted, aware
@@ -53,7 +53,6 @@ from trireme.storage.temporary import Temporary
 
 AT_ONCE = 8192  # tokens of a micro-batch on a GPU
 PASSES = (16, 4, 1)  # micro-batches that share a pass over weights that are streamed
-DTYPES = {"bf16": "BF16", "fp32": "F32"}
 O = TypeVar("O", bound=Reading)
 
 
@@ -160,8 +159,8 @@ def computing(f: Finished, o: Machine, seq_len: int, texts: int = 0, new: int = 
     Raises DoesNotFit, InputError, StoreError.
     """
     device, limits, _ = computer(Options(**{name: getattr(o, name) for name in table(Machine)}), f.cfg)
-    dtype = DTYPES.get("bf16" if o.dtype == "auto" and device.type == "cuda" else o.dtype.replace("auto", "fp32"))
-    if dtype is None:
+    dtype = DTYPES.get(o.dtype, "BF16" if device.type == "cuda" else "F32")
+    if o.dtype == "fp8":
         raise InputError(f"--dtype {o.dtype} is for training. Give bf16 or fp32, or leave it out.")
     if texts:
         limits = replace(limits, gpu=limits.gpu - needs(f.cfg, texts, seq_len, new, DTYPE[dtype].itemsize))

@@ -5,6 +5,7 @@ format that was trained.
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -196,6 +197,8 @@ def _converse(speaker: Speaker, write: Hear) -> None:
     turns, positions = list[dict[str, Any]](), speaker.e.e.cfg.max_positions
     room = min(speaker.o.max_new_tokens, positions // 4)
     screen.say(f"chat     {HELP}")
+    if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # as often as it comes
     while (line := _line()) and line not in ("/quit", "/exit"):
         if line == "/new":
             turns = []
