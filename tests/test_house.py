@@ -13,6 +13,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+import stories
 
 ROOT = Path(__file__).parents[1]
 PROJECT = (ROOT / "pyproject.toml").read_text()
@@ -32,7 +33,7 @@ BUDGETS = {
     "engine/check/**": 1200,
     "engine/data/**": 4305,  # 4300; --general
     "engine/tuning/**": 2346,  # 1900; merging in the own format and on a GPU, training for it, packed ones to --base
-    "engine/run/**": 5382,  # 5000; the page, --general, env, merge --data, --merge-aware: about 330; the rest is to go
+    "engine/run/**": 5361,  # 5000; the page, --general, env, merge --data, --merge-aware: about 330
     "scripts/**": 3016,  # 2600; the harness for lm-eval 223, new_model.py 110, random_model.py 85
     "tests/**": 25496,  # 25044; 174 of --merge-aware, 104 of test_compare.py, 105 of new model types, 119 of the page
 }
@@ -55,6 +56,7 @@ READING_PATH = {
     "storage/store.py": "Store.commit",
 }
 MOST_LINES_TO_READ = 2000
+MOST_FILES_OF_A_RUN = 28  # of run, data and tuning, entered by full fine-tuning on three rows of text
 
 BELOW = "kernels models storage"
 PARTS = "engine engine/queues engine/data engine/hosts engine/tuning engine/planner engine/check"
@@ -140,6 +142,18 @@ def test_the_reading_path_is_short():
         chosen = [known[name] for name in names.split()]
         lines += sum(node.end_lineno - node.lineno + 1 for node in chosen) if names else len(text.splitlines())
     assert lines <= MOST_LINES_TO_READ, f"{lines} lines"
+
+
+@pytest.mark.full
+def test_a_run_enters_few_files(tmp_path):
+    rows, out = tmp_path / "rows.jsonl", tmp_path / "out"
+    rows.write_text("".join(f'{{"text": "row {i} of three"}}\n' for i in range(3)))
+    stories.make_text(tmp_path / "text.txt", 40, seed=1)
+    stories.make_checkpoint(tmp_path / "model", tmp_path / "text.txt", seed=1)
+    script = [sys.executable, ROOT / "scripts/dev/reading_path.py", tmp_path / "model", "--data", rows, "--out", out]
+    done = subprocess.run([*script, "--max-steps", "2", "--device", "cpu"], capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr
+    assert int(re.findall(r"^(\d+) files", done.stderr, re.MULTILINE)[0]) <= MOST_FILES_OF_A_RUN, done.stderr
 
 
 def test_the_pages_keep_their_budget():

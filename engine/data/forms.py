@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from trireme.engine.data import messages
 from trireme.engine.data.messages import LEARNED, MASKED, NUMBERS, ROLES, is_message, read_message, role_of
-from trireme.engine.data.read import EMPTY, BadRow, Fields, json_of, kind_of, typed, unread_keys
+from trireme.engine.data.read import EMPTY, BadRow, Fields, json_of, kind_of, refuse_media, typed, unread_keys
 
 TALK = ("system", "tools", "functions", "chat_template_kwargs")  # beside messages
 MASKS = ("completion_mask", "assistant_masks", "assistant_mask", "loss_mask", "loss_masks")  # of ids, 1: trained
@@ -148,7 +148,7 @@ def unused_of(row: Fields, form: Form, example: Example, known: Iterable[str] = 
 
 def check_row(row: Mapping[str, Any]) -> None:
     """Raises BadRow if a column says that the row, or a part of it, is not to be trained, or holds more than text."""
-    messages.refuse_media(row)
+    refuse_media(row)
     for key in [key for key in (*LEARNED, *MASKED) if key in row]:  # few rows have any
         value, off = row[key], key in MASKED
         words = ("true", "1", "1.0") if off else ("false",) if key in NUMBERS else ("false", "0", "0.0")

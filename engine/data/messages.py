@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
 from typing import Any
 
-from trireme.engine.data.read import EMPTY, BadRow, Fields, json_of, typed
+from trireme.engine.data.read import EMPTY, BadRow, Fields, json_of, refuse_media, typed
 
 ROLES = {  # ours, and its names in files, in any case; others are left to the template
     name: role
@@ -40,7 +39,6 @@ _PARTS = {  # types of parts, and the keys of what they say
     **dict.fromkeys(("text", "input_text", "output_text"), ("text",)),
     **dict.fromkeys(_THOUGHTS, (*_THOUGHTS, "text")),
 }
-_MEDIA = re.compile(r"(image|video|audio|pixel_value|input_feature)(_path)?(_url)?s?", re.IGNORECASE)  # keys
 _ARGUMENTS = ("arguments", "parameters", "args", "input")
 _SHORT_ID = re.compile(r"[a-zA-Z0-9]{9}")  # Mistral's templates insist on nine characters
 
@@ -54,14 +52,6 @@ def role_of(turn: Any) -> str:
 def is_message(value: Any) -> bool:
     keys = value.keys() if isinstance(value, dict) else set[str]()
     return any(key in keys for key in KEYS["role"]) and bool({*KEYS["content"], "tool_calls"} & keys)
-
-
-def refuse_media(fields: Mapping[str, Any], where: str = "") -> None:
-    """Raises BadRow if a column, or a key at `where`, has images, videos or audio."""
-    for key, value in fields.items():
-        if _MEDIA.fullmatch(key) and value not in (*EMPTY, "[]", "{}", "null"):
-            way_out = "" if where else f". Where its text stands alone, leave the column out: --map unused={key}"
-            raise BadRow(f"{where}{key!r} holds content that is not text; only text can be trained on{way_out}")
 
 
 def read_message(turn: Any, where: str) -> tuple[Fields, bool]:

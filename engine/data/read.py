@@ -38,6 +38,7 @@ _PART = 1 << 16  # bytes read at once
 _ROW = re.compile(r'\[?\s*\{\s*"')  # how JSON of rows begins
 _NAMES = {"messages", "conversations", "text", "prompt", "completion", "instruction", "output", "input_ids", "chosen"}
 SEPARATOR = "<|endoftext|>"  # ends a document of running text, whatever the tokenizer
+_MEDIA = re.compile(r"(image|video|audio|pixel_value|input_feature)(_path)?(_url)?s?", re.IGNORECASE)  # keys
 EMPTY: tuple[Any, ...] = (None, "", [], {})  # says as much as a key that is not there
 ROW = 1 << 24  # bytes or characters, at most: beyond any model, within the time and memory of a process for a text
 TOO_LARGE = f"is longer than {ROW >> 20} MiB. Part it into several rows, or give running text as a .txt file"
@@ -86,6 +87,14 @@ def typed(value: Any, kind: type | tuple[type, ...], what: str, expected: str) -
 
 
 # ---------------------------------------------------------------- bytes
+
+
+def refuse_media(fields: Mapping[str, Any], where: str = "") -> None:
+    """Raises BadRow if a column, or a key at `where`, has images, videos or audio."""
+    for key, value in fields.items():
+        if _MEDIA.fullmatch(key) and value not in (*EMPTY, "[]", "{}", "null"):
+            way_out = "" if where else f". Where its text stands alone, leave the column out: --map unused={key}"
+            raise BadRow(f"{where}{key!r} holds content that is not text; only text can be trained on{way_out}")
 
 
 def file_kind(path: Path) -> str:

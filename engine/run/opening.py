@@ -22,8 +22,8 @@ from trireme.engine.tuning.adapters import Adapter, adapts_experts, separate_nam
 from trireme.engine.tuning.cached import cached
 from trireme.engine.tuning.chosen import adapted, aware, chosen, folded, targets
 from trireme.engine.tuning.headed import check_problem, headed, names_in, pad_in, with_config
-from trireme.engine.tuning.packed_source import as_said, as_stored, as_trained, outlined
-from trireme.engine.tuning.parts import open_checkpoint
+from trireme.engine.tuning.packed_source import Packed, as_said, as_trained, outlined
+from trireme.engine.tuning.parts import as_stored, open_checkpoint
 from trireme.engine.tuning.peft import read_adapter
 from trireme.engine.tuning.quantized import quantized
 from trireme.kernels.private import cache_folder
@@ -85,7 +85,7 @@ def open_model(o: Options, date: str | None) -> Opened:
         source = cached(source, Path(o.store[0])) if o.store and source.files else source
         stored = hf.sources(cfg, shapes)
     cfg = aware(cfg, o.base) if o.merge_aware else cfg
-    source = as_trained(cfg, source, stored)
+    source = as_trained(cfg, source, stored) if isinstance(source, Packed) else source
     codec = load_codec(o.tokenizer or o.model, o.chat_template, date) if o.data and (o.tokenizer or o.model) else None
     source = as_written(replace(o, labels=names), cfg, source, codec)
     source = headed(cfg, source) if cfg.scores and not cfg.lora else source

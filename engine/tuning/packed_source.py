@@ -17,11 +17,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from trireme.engine.tuning.rewritten import Entries, Rewritten, rewritten
-from trireme.models import hf
 from trireme.models.config import WHOLE, ModelConfig, Packing, without_packing
 from trireme.models.sizes import shapes
 from trireme.storage.auxiliary import content_of
-from trireme.storage.checkpoint import CHUNK, NUMPY, Source, SourceTensor, unread
+from trireme.storage.checkpoint import CHUNK, NUMPY, Source, SourceTensor
 from trireme.storage.headers import CheckpointError, read_header
 from trireme.storage.layout import ITEMSIZE
 
@@ -149,26 +148,6 @@ def packed_in(source: Source, name: str) -> Packed | None:
 # ---------------------------------------------------------------- which are packed
 
 
-def as_stored(cfg: ModelConfig, source: Source) -> ModelConfig:
-    """`cfg` with those matrices packed that are packed in `source`, whatever config.json says.
-
-    Raises CheckpointError for a weight of a dtype that is not read.
-    """
-    cfg = replace(hf.as_found(cfg, source.shapes), packing=None, packed=())
-    odd = [name for name, t in source.tensors.items() if t.dtype not in NUMPY]
-    names = hf.canonical_names(cfg, source.shapes, source.named) if odd else {}
-    for name in (name for name in odd if names[name] is not None):
-        t = source.tensors[name]
-        raise CheckpointError(unread(source.folder / t.file, name, t.dtype))
-    if not isinstance(source, Packed):
-        return cfg
-    cfg = replace(cfg, packing=source.packing)
-    stored = hf.sources(cfg, source.shapes, source.named)
-    in_files = lambda name, shape: (stored.get(there, there) for there, _ in shapes.on_disk(cfg, name, shape))
-    packed = globs(cfg, lambda name, shape: all(map(source.packs, in_files(name, shape))))
-    return replace(cfg, packed=packed)
-
-
 def as_said(cfg: ModelConfig) -> ModelConfig:
     """`cfg` with the matrices packed that config.json names, in as few globs as possible."""
     return replace(cfg, packed=globs(cfg, lambda *matrix: shapes.is_packed(cfg, [matrix])))
@@ -204,10 +183,8 @@ def outlined(cfg: ModelConfig, folder: Path) -> Source:
 # ---------------------------------------------------------------- decoded as they are read
 
 
-def as_trained(cfg: ModelConfig, source: Source, stored: Mapping[str, str]) -> Source:
+def as_trained(cfg: ModelConfig, source: Packed, stored: Mapping[str, str]) -> Source:
     """`source`, or the same in bf16 if packed matrices are trained. `stored`: canonical name -> name in `source`."""
-    if not isinstance(source, Packed):
-        return source
     matrices = (matrix for group in shapes.all_groups(cfg) if not shapes.is_frozen(cfg, group) for matrix in group)
     files = (there for name, shape in matrices for there, _ in shapes.on_disk(cfg, name, shape))
     names = (stored.get(there, there) for there in files)  # a new score head is in no file

@@ -10,9 +10,11 @@ from pathlib import Path
 import numpy as np
 
 from trireme.engine.tuning import bitsandbytes
-from trireme.engine.tuning.packed_source import OF_PACKINGS, Made, Packed
-from trireme.models.config import BY_ROW, MXFP4, NF4, PACKINGS, UNUSED, WHOLE, Packing
-from trireme.storage.checkpoint import Source, SourceTensor, open_source
+from trireme.engine.tuning.packed_source import OF_PACKINGS, Made, Packed, globs
+from trireme.models import hf
+from trireme.models.config import BY_ROW, MXFP4, NF4, PACKINGS, UNUSED, WHOLE, ModelConfig, Packing
+from trireme.models.sizes import shapes
+from trireme.storage.checkpoint import NUMPY, Source, SourceTensor, open_source, unread
 from trireme.storage.files import Say, to_stderr
 from trireme.storage.headers import CheckpointError
 
@@ -39,6 +41,26 @@ def open_checkpoint(folder: str | Path, packing: Packing | None = None, say: Say
         say(f"note: {source.folder}: {what}: all are read as they are")
         return source
     return opened
+
+
+def as_stored(cfg: ModelConfig, source: Source) -> ModelConfig:
+    """`cfg` with those matrices packed that are packed in `source`, whatever config.json says.
+
+    Raises CheckpointError for a weight of a dtype that is not read.
+    """
+    cfg = replace(hf.as_found(cfg, source.shapes), packing=None, packed=())
+    odd = [name for name, t in source.tensors.items() if t.dtype not in NUMPY]
+    names = hf.canonical_names(cfg, source.shapes, source.named) if odd else {}
+    for name in (name for name in odd if names[name] is not None):
+        t = source.tensors[name]
+        raise CheckpointError(unread(source.folder / t.file, name, t.dtype))
+    if not isinstance(source, Packed):
+        return cfg
+    cfg = replace(cfg, packing=source.packing)
+    stored = hf.sources(cfg, source.shapes, source.named)
+    in_files = lambda name, shape: (stored.get(there, there) for there, _ in shapes.on_disk(cfg, name, shape))
+    packed = globs(cfg, lambda name, shape: all(map(source.packs, in_files(name, shape))))
+    return replace(cfg, packed=packed)
 
 
 def _unsaid(folder: Path, packing: Packing) -> str:

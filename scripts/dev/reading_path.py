@@ -1,11 +1,13 @@
 """python scripts/dev/reading_path.py CHECKPOINT --data FILE [...]: the files that a run's functions are in.
 
-Runs the command with these arguments in this process. Counts, in engine/run, engine/data and engine/tuning, the files
-whose functions are called, and the calls from one of these files to another. Child processes are not seen.
+Runs the command in this process, without tokens of former runs, and counts the files of engine/run, engine/data and
+engine/tuning whose functions are called, and calls from one to another; not those of child processes.
 """
 
 import inspect
+import os
 import sys
+import tempfile
 import threading
 from collections import Counter
 from pathlib import Path
@@ -16,6 +18,7 @@ FOLDERS = [ROOT / "engine" / name for name in ("run", "data", "tuning")]
 
 
 def main(words: list[str]) -> int:
+    sys.path.insert(0, str(ROOT))
     from trireme.__main__ import main as command
 
     calls, crossings, names = Counter[str](), Counter[str](), {}
@@ -40,11 +43,9 @@ def main(words: list[str]) -> int:
     threading.setprofile(watch)
     sys.setprofile(watch)
     sys.argv[1:] = words
-    try:
+    with tempfile.TemporaryDirectory() as cache:
+        os.environ["XDG_CACHE_HOME"] = cache
         code = command()
-    finally:
-        sys.setprofile(None)
-        threading.setprofile(None)
     for name, count in calls.most_common():
         print(f"{count:8,} calls, {crossings[name]:6,} from another of these files  {name}", file=sys.stderr)
     print(f"{len(calls)} files, {sum(crossings.values()):,} changes of file", file=sys.stderr)

@@ -34,8 +34,8 @@ from trireme.engine.run.log import load_record
 from trireme.engine.step import train_step
 from trireme.engine.tuning.base import CheckpointBase, why_copied
 from trireme.engine.tuning.chosen import adapted
-from trireme.engine.tuning.packed_source import as_stored, as_trained
-from trireme.engine.tuning.parts import open_checkpoint
+from trireme.engine.tuning.packed_source import Packed, as_trained
+from trireme.engine.tuning.parts import as_stored, open_checkpoint
 from trireme.engine.updates import AdamW
 from trireme.models import hf
 from trireme.models.config import Lora, ModelConfig, parse_config, read_config, with_experts
@@ -548,7 +548,7 @@ def opened(folder, change=lambda cfg: cfg):
     source = open_checkpoint(folder, cfg.packing)
     cfg = as_stored(cfg, source)
     stored = hf.sources(cfg, source.shapes)
-    return cfg, as_trained(cfg, source, stored), stored
+    return cfg, as_trained(cfg, source, stored) if isinstance(source, Packed) else source, stored
 
 
 def exchange(cfg, source, tier="ram", dtype="BF16", files=None, queues=None, **change):

@@ -20,8 +20,8 @@ from trireme.engine.run.loop import train as finetune
 from trireme.engine.tuning.base import why_copied
 from trireme.engine.tuning.chosen import adapted, chosen
 from trireme.engine.tuning.merging import merge_adapter
-from trireme.engine.tuning.packed_source import as_said, as_stored, unpacked
-from trireme.engine.tuning.parts import open_checkpoint
+from trireme.engine.tuning.packed_source import as_said, unpacked
+from trireme.engine.tuning.parts import as_stored, open_checkpoint
 from trireme.kernels.reference import split_master
 from trireme.models.config import InputError, Lora, read_config
 from trireme.storage.devices import open_device

@@ -23,7 +23,7 @@ from trireme.engine.queues.real import RealQueues
 from trireme.engine.tuning.adapters import WEIGHTS, adapter_shapes, peft_names, save_adapter
 from trireme.engine.tuning.chosen import adapted, targets
 from trireme.engine.tuning.merging import merge_adapter
-from trireme.engine.tuning.packed_source import as_stored
+from trireme.engine.tuning.parts import as_stored
 from trireme.engine.tuning.peft import convert_adapter, read_adapter
 from trireme.engine.tuning.peft_config import CONFIG, ONLY, READ, UNUSED
 from trireme.engine.tuning.spellings import PREFIX

@@ -16,8 +16,8 @@ from trireme.engine.run.after.eval import figures, prepared
 from trireme.engine.run.after.opened import Finished, open_finished
 from trireme.engine.run.options import Eval, Machine, Merge, Options, table
 from trireme.engine.tuning.merging import merge_adapter, merged, new_folder
-from trireme.engine.tuning.packed_source import Packed, as_stored
-from trireme.engine.tuning.parts import open_checkpoint
+from trireme.engine.tuning.packed_source import Packed
+from trireme.engine.tuning.parts import as_stored, open_checkpoint
 from trireme.engine.tuning.peft import convert_adapter, scored_by
 from trireme.models.config import InputError, read_config
 from trireme.storage.auxiliary import TEMPLATE

@@ -38,8 +38,7 @@ from trireme.engine.tuning.adapters import Adapter
 from trireme.engine.tuning.base import CheckpointBase, why_copied
 from trireme.engine.tuning.chosen import adapted, aware
 from trireme.engine.tuning.headed import names_in, pad_in
-from trireme.engine.tuning.packed_source import as_stored
-from trireme.engine.tuning.parts import open_checkpoint
+from trireme.engine.tuning.parts import as_stored, open_checkpoint
 from trireme.engine.tuning.peft import read_adapter, scored_by
 from trireme.engine.tuning.peft_config import CONFIG
 from trireme.models import hf
