@@ -16,9 +16,9 @@ import torch
 
 from trireme.engine.amounts import gib
 from trireme.engine.plan import MOST_GPUS, DoesNotFit, Limits
-from trireme.engine.planner.rates import CODE, RAM_SHARE
+from trireme.engine.planner.rates import CODE, RAM_SHARE, Machine
 from trireme.engine.queues.cgroups import groups
-from trireme.models.config import InputError
+from trireme.models.config import InputError, ModelConfig
 from trireme.storage.files import existing
 from trireme.storage.layout import round_up
 
@@ -57,6 +57,22 @@ def choose_gpus(wanted: str | int, device: torch.device) -> int:
     if gpus > here:
         raise InputError(f"--gpus {gpus}: torch sees {here}. Lower it, or look at CUDA_VISIBLE_DEVICES.")
     return gpus
+
+
+def check_kernels(cfg: ModelConfig, dtype: str, device: torch.device, assumed: Machine | None) -> None:
+    """Raises InputError if no kernel of a GPU computes the model, or none can be compiled. `assumed`: of --assume."""
+    if device.type != "cuda":
+        return
+    from trireme.kernels.launch import widest_head  # late: Triton takes a second
+    from trireme.kernels.launcher import why_none
+
+    most = widest_head(torch.float32 if dtype == "fp32" else torch.bfloat16)
+    if cfg.widest_head > most:
+        raise InputError(f"the model has heads of {cfg.widest_head}, a GPU computes heads of {most}. Add --device cpu.")
+    if cfg.fp8 and (assumed.rates.fp8 == 0 if assumed else torch.cuda.get_device_capability(device) < (8, 9)):
+        raise InputError("--dtype fp8: this GPU multiplies no fp8; Ada, Hopper and newer do. Leave it out.")
+    if not assumed and (why := why_none()):
+        raise InputError(f"Triton compiles no kernel here ({why.rstrip('.')}). Install gcc and python3-dev.")
 
 
 def are_equal(device: torch.device, gpus: int) -> bool:

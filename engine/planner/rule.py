@@ -372,3 +372,8 @@ def _most(most: int, good: Callable[[int], bool]) -> int:
 def sizes_of(rows: Sequence[int], sequences: int, seq_len: int) -> tuple[tuple[int, int], ...]:
     """`Wanted.sizes` for micro-batches of each of `rows` sequences, in a step of `sequences`."""
     return tuple((r * seq_len, -(-sequences // r)) for r in rows)
+
+
+def record_size(parameters: int, ram: int) -> int:
+    """Parameters of a record: many, so that drives are fast, but few compared with RAM."""
+    return max(min(1 << 24, ram // 1024), min(parameters // 256, ram // 256), 1 << 12) // 4096 * 4096

@@ -18,10 +18,10 @@ from trireme.engine.plan import DoesNotFit, Limits, Mode, Plan
 from trireme.engine.planner.advice import check_drive
 from trireme.engine.planner.choose import choose, first_plan
 from trireme.engine.planner.forecast import Files, Forecast, Work
-from trireme.engine.planner.host import choose_device, choose_gpus, memory_limits, model_of
+from trireme.engine.planner.host import check_kernels, choose_device, choose_gpus, memory_limits, model_of
 from trireme.engine.planner.machine import pinnable, with_drives
 from trireme.engine.planner.rates import Machine, assume
-from trireme.engine.planner.rule import Wanted, all_cuts, shortage, simple_plan, sizes_of
+from trireme.engine.planner.rule import Wanted, all_cuts, record_size, shortage, simple_plan, sizes_of
 from trireme.engine.run import screen
 from trireme.engine.run.options import Options
 from trireme.engine.run.record import Fixed
@@ -30,6 +30,7 @@ from trireme.models.sizes import shapes
 
 DTYPES = {"bf16": "BF16", "fp32": "F32", "fp8": "BF16"}  # of all but the matmuls
 RECORDS = 1.03  # margin of RAM to ask for: more RAM brings larger records
+INVARIANT = ("tokens", "n_micro", "dtype", "record", "adam_bits", "halves")  # of a resumed run's plan
 MICRO_TOKENS = {True: 16384, False: 4096}  # by on_cuda: larger micro-batches are no faster
 
 
@@ -54,7 +55,8 @@ class Planner:
     def _faults(self, plan: Plan, work: Work, limits: Limits) -> Iterator[str]:
         """Why the plan of --plan does not suit the model, the run or the device."""
         wanted = {"gpus": limits.gpus, "mode": self._mode, "dtype": DTYPES.get(self.options.dtype)}
-        wanted |= {"adam_bits": self.options.adam_bits} | (self.fixed.invariant if self.fixed else {})
+        wanted |= {"adam_bits": self.options.adam_bits}
+        wanted |= {name: getattr(self.fixed.plan, name) for name in INVARIANT} if self.fixed else {}
         for name, value in wanted.items():
             if value not in (None, of := getattr(plan, name)):
                 yield f"{name} is {value}, the plan has {of}"
@@ -62,8 +64,8 @@ class Planner:
             yield "it is for another model or --seq-len"
         if self.on_cuda and not plan.runs_on_cuda:
             yield f"no CUDA kernel updates {plan.adam_bits}-bit moments"
-        if (n_micro := math.ceil(work.sequences / (plan.tokens // self.room) / plan.hosts)) > plan.n_micro:
-            yield f"a step is {n_micro} micro-batches, not {plan.n_micro}"
+        if math.ceil(work.sequences / (plan.tokens // self.room) / plan.hosts) > plan.n_micro:
+            yield "it is for a smaller --batch-size"
         if not fits(geo := Geometry.of(self.cfg, plan), plan, limits):
             yield f"it needs {shortage(geo, plan, limits)}"
 
@@ -144,11 +146,6 @@ class Planner:
         return Wanted(sizes, self.dtype, mode, record, o.adam_bits or 32, on_cuda=self.on_cuda, gpus=gpus, hosts=hosts)
 
 
-def record_size(parameters: int, ram: int) -> int:
-    """Parameters of a record: many, so that drives are fast, but few compared with RAM."""
-    return max(min(1 << 24, ram // 1024), min(parameters // 256, ram // 256), 1 << 12) // 4096 * 4096
-
-
 # ---------------------------------------------------------------- the machine
 
 
@@ -172,20 +169,5 @@ def computer(o: Options, cfg: ModelConfig) -> tuple[torch.device, Limits, Machin
             limits = replace(limits, gpu=int(least), ram=int(ram), less=())
     if limits.gpus > cfg.n_layers:
         raise InputError(f"--gpus {limits.gpus}: the model has {count(cfg.n_layers, 'block')}. Take as many at most.")
-    if device.type == "cuda" and (wrong := next(_without_kernels(cfg, o.dtype, device, assumed), "")):
-        raise InputError(wrong)
+    check_kernels(cfg, o.dtype, device, assumed)
     return device, limits, assumed
-
-
-def _without_kernels(cfg: ModelConfig, dtype: str, device: torch.device, assumed: Machine | None) -> Iterator[str]:
-    """Why no kernel of this GPU computes the model, or none can be compiled."""
-    from trireme.kernels.launch import widest_head  # late: Triton takes a second
-    from trireme.kernels.launcher import why_none
-
-    most = widest_head(torch.float32 if dtype == "fp32" else torch.bfloat16)
-    if cfg.widest_head > most:
-        yield f"the model has heads of {cfg.widest_head}, a GPU computes heads of {most}. Add --device cpu."
-    if cfg.fp8 and (assumed.rates.fp8 == 0 if assumed else torch.cuda.get_device_capability(device) < (8, 9)):
-        yield "--dtype fp8: this GPU multiplies no fp8; Ada, Hopper and newer do. Leave it out."
-    if not assumed and (why := why_none()):
-        yield f"Triton compiles no kernel here ({why.rstrip('.')}). Install gcc and python3-dev."

@@ -28,7 +28,7 @@ class Progress:
 class Fixed:
     """What a resumed run keeps, so that its results are bitwise those of an uninterrupted one."""
 
-    plan: Plan  # placement may change; not what `invariant` names, nor where updates run
+    plan: Plan  # placement may change; not what planning.INVARIANT names, nor where updates run
     config: dict[str, Any]  # numbers of the model's config, and what is trained
     tensors: dict[str, list[Any]]  # dtype and shape of every tensor of the source
     data: str  # fingerprints of the data and of what is held out
@@ -36,12 +36,6 @@ class Fixed:
     launches: str = ""  # digest of the settings of kernels, if they are not the usual ones
     base: dict[str, str] = field(default_factory=dict)  # checksums of frozen weights, by unit
     teacher: str = ""  # key of the teacher's scores
-
-    @property
-    def invariant(self) -> dict[str, Any]:
-        """What no plan of a resumed run may change."""
-        names = ("tokens", "n_micro", "dtype", "record", "adam_bits", "halves")
-        return {name: getattr(self.plan, name) for name in names}
 
 
 @dataclass(frozen=True)

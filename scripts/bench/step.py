@@ -38,13 +38,12 @@ from trireme.engine.planner.correct import corrected, measured
 from trireme.engine.planner.host import choose_device, choose_gpus, hold_to, memory_in_use, memory_limits
 from trireme.engine.planner.predict import Batch, predict
 from trireme.engine.planner.rates import CODE, Rates
-from trireme.engine.planner.rule import Wanted, simple_plan, sizes_of, sliced
+from trireme.engine.planner.rule import Wanted, record_size, simple_plan, sizes_of, sliced
 from trireme.engine.planner.sizes import names
 from trireme.engine.queues.names import numbered
 from trireme.engine.queues.real import RealQueues
 from trireme.engine.queues.task import Task
 from trireme.engine.queues.trace import busy, perfetto
-from trireme.engine.run.planning import record_size
 from trireme.engine.step import train_step
 from trireme.engine.tuning.chosen import aware
 from trireme.engine.tuning.quantized import BASES
