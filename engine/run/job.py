@@ -167,9 +167,6 @@ def make(o: Options, snapshot: Snapshot | None = None, by_rule: bool = False) ->
         planner = replace(planner, limits=replace(limits, ram=max(0, ram)))
     o, work = with_work(o, data, room)
     stores = folder.stores(o)
-    if snapshot and work.steps < snapshot.progress.step:
-        at = f"the run is at step {snapshot.progress.step:,}"
-        raise InputError(f"--resume {o.out}: {at}. Give more: --max-steps or --epochs.")
     files, limits = files_of(o, opened, work), planner.limits_for(work.sequences)
     with clock.at("probe"):
         if not assumed:

@@ -83,9 +83,10 @@ def train(options: Options, others: Sequence[Tracker] = ()) -> Path:
             return out
         of_log = trackers(options, place.state.id)  # before anything takes time
         job, lines = report.prepared(options, snapshot)
-        if place.state.keep_state and snapshot and job.total_steps <= snapshot.progress.step:
-            done = f"the run is finished at step {snapshot.progress.step:,}"
-            raise InputError(f"--resume {out}: {done}. To go on, give more: --epochs N or --max-steps N.")
+        if snapshot and job.total_steps < snapshot.progress.step + place.state.ended:
+            at = f"the run is at step {snapshot.progress.step:,}"
+            raise InputError(f"--resume {out}: {at}. To go on, give more: --epochs N or --max-steps N.")
+        place.note(replace(place.state, ended=False, keep_state=False))
         place.write_config(job.options)
         job = with_teacher(job, place, snapshot)
         screen.forgive()

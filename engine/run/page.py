@@ -53,9 +53,8 @@ def page(records: Sequence[dict[str, Any]], facts: Facts) -> str:
     columns = {key: column for key, column in COLUMNS.items() if any(key in record for record in evals)}
     cells = [[escape(format(r[k], spec)) if k in r else "" for k, (_, spec) in columns.items()] for r in thinned(evals)]
     rows = "".join(f"<tr><td>{'</td><td>'.join(row)}</td></tr>" for row in cells)
-    marked = (
-        re.sub(f"{MARKS[0]}([^{MARKS}]*){MARKS[1]}?", r"<mark>\1</mark>", escape(text)) for text in facts.examples
-    )
+    mark = re.compile(f"{MARKS[0]}([^{MARKS}]*){MARKS[1]}?")
+    marked = (mark.sub(r"<mark>\1</mark>", escape(text)) for text in facts.examples)
     title, result, report = escape(facts.title), escape("\n".join(facts.result)), escape("\n".join(facts.report))
     took = escape("\n".join([*facts.took, *used(records)]))
     body = f"<h2>{title}</h2>{curve(train, held_out, facts.axis)}"

@@ -187,16 +187,12 @@ def events(job: Job, done: int, steps_s: float | None) -> Events:
     compares = job.read and job.preference and job.preference.compares and not done
     snapshots, bests = o.save_every.times(done, total, steps_s), max(0, evaluations - (done == 0) - 1) * job.files.best
     n, exports = held_out.n_sequences if held_out else 0, 1 + o.export_every.times(done, total, steps_s)
+    reference = job.data.n_sequences + n if compares else 0
+    samples = evaluations + 1 if job.opened.codec and not job.cfg.scores else 0
     return Events(
-        evaluations=evaluations,
-        held_out=job.eval_rows or n,
-        reference=job.data.n_sequences + n if compares else 0,
-        exports=exports + bests,
-        snapshots=snapshots,
-        samples=evaluations + 1 if job.opened.codec and not job.cfg.scores else 0,
-        tokens=MAX_NEW,
-        longest=LONGEST,
-    )
+        evaluations, held_out=job.eval_rows or n, reference=reference, exports=exports + bests, snapshots=snapshots,
+        samples=samples, tokens=MAX_NEW, longest=LONGEST,
+    )  # fmt: skip
 
 
 def figures(job: Job) -> dict[str, Any]:
@@ -205,13 +201,9 @@ def figures(job: Job) -> dict[str, Any]:
     gpu, ram, ssd = (sum(row[tier] for row in rows) for tier in ("gpu", "ram", "ssd"))
     known = {"steps": job.total_steps, "tokens_per_step": f.work.tokens, "ssd_bytes": ssd, "disk_bytes": f.disk()}
     known |= {"gpu_bytes": gpu * job.on_gpu, "ram_bytes": ram + gpu * (not job.on_gpu)}
-    timed = {
-        "step_s": step_s,
-        "tokens_per_second": f.work.tokens / step_s,
-        "run_s": sum(estimate(job).values()),
-        "limited_by": f.step.bound,
-        "written_bytes": sum(written(f, job.total_steps, events(job, 0, job.total_steps * step_s)).values()),
-    }
+    writes = written(f, job.total_steps, events(job, 0, job.total_steps * step_s))
+    timed = {"step_s": step_s, "tokens_per_second": f.work.tokens / step_s, "limited_by": f.step.bound}
+    timed |= {"run_s": sum(estimate(job).values()), "written_bytes": sum(writes.values())}
     return known | (timed if job.on_gpu else dict.fromkeys(timed))
 
 

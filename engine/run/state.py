@@ -64,10 +64,9 @@ def snapshot_of(folder: Folder, options: Options) -> Snapshot | None:
         return Snapshot.of(folder.store.go_back(sequences[last]), f"--resume {folder.out}: its snapshot")
     latest = [max(steps, default=0) for _, steps in of_hosts]
     if any(latest) and any(started for started, _ in of_hosts):
+        lacks = f"host {latest.index(min(latest))} has no snapshot that the others have"
         way = f"Restore its part of {folder.out / RUN} and of --store from a copy, or start again"
-        raise InputError(
-            f"--resume {folder.out}: host {latest.index(min(latest))} has no snapshot that the others have. {way}."
-        )
+        raise InputError(f"--resume {folder.out}: {lacks}. {way}.")
     if folder.store:  # of a moment that not all had
         folder.store.remove()
         folder.store = None

@@ -118,8 +118,8 @@ def test_the_best_of_a_run_that_saved_none_are_those_from_there_on(checkpoint, t
 
 
 @pytest.mark.full
-def test_a_finished_run_goes_on_where_its_state_was_kept(checkpoint, tmp_path, capsys):
-    """Two and four steps more are six steps, while the rate is constant."""
+def test_a_finished_run_goes_on_where_its_state_was_kept(checkpoint, tmp_path, capsys, monkeypatch):
+    """Two and four steps more are six steps, while the rate is constant. One that is stopped then is resumed."""
     whole = options(checkpoint, tmp_path / "whole", "ram", schedule="constant", warmup=0.0, val="0.2", export="best")
     parts = replace(whole, out=str(tmp_path / "parts"), max_steps=2, keep_state=True)
     train(replace(whole, eval_every=every("2")))
@@ -127,7 +127,9 @@ def test_a_finished_run_goes_on_where_its_state_was_kept(checkpoint, tmp_path, c
     assert folder.resumable(parts.out)
     with pytest.raises(InputError, match="step 2.* --max-steps N"):
         train(cli.of_a_run({"resume": parts.out}))
-    train(cli.of_a_run({"resume": parts.out, "max_steps": 6}))
+    stopped(cli.of_a_run({"resume": parts.out, "max_steps": 6}), 4, monkeypatch)
+    assert folder.latest(tmp_path) == Path(parts.out)
+    train(cli.of_a_run({"resume": parts.out}))
     assert weights(parts.out) == weights(whole.out)
     assert losses(Path(parts.out)) == losses(Path(whole.out))
     assert "changed  --max-steps 6, was 2 at step 2" in capsys.readouterr().out

@@ -23,12 +23,9 @@ def run(o: Eval) -> int:
     with screen.to(sys.stderr):
         results = list(losses(o))
     for name, result in zip(o.data, results, strict=True):
-        others = (
-            f"{key.removeprefix('rewards/')} {value:.4g}"
-            for key, value in result.items()
-            if key not in ("loss", "labels")
-        )
-        screen.say(f"eval     {name}: loss {result['loss']:.4f}  {'  '.join(others)}")
+        others = {key.removeprefix("rewards/"): f"{value:.4g}" for key, value in result.items()}
+        shown = "  ".join(f"{key} {value}" for key, value in others.items() if key not in ("loss", "labels"))
+        screen.say(f"eval     {name}: loss {result['loss']:.4f}  {shown}")
     return 0
 
 

@@ -85,12 +85,9 @@ class Speaker:
             return tokens
 
         room = [min(self.o.max_new_tokens, self.e.e.cfg.max_positions - len(prompt)) for prompt in prompts]
-        answers = [
-            Answer(self.text(prompt, ids), len(ids), bool(ids) and ids[-1] in self.sampling.ends)
-            for prompt, ids in zip(
-                prompts, continued(self.e.e, prompts, room, self.sampling.ends, pick=pick), strict=True
-            )
-        ]
+        texts = zip(prompts, continued(self.e.e, prompts, room, self.sampling.ends, pick=pick), strict=True)
+        ended = lambda ids: bool(ids) and ids[-1] in self.sampling.ends
+        answers = [Answer(self.text(prompt, ids), len(ids), ended(ids)) for prompt, ids in texts]
         if hear:
             hear(answers[0].text[length:])
         return answers
