@@ -33,9 +33,9 @@ BUDGETS = {
     "engine/check/**": 1200,
     "engine/data/**": 4305,  # 4300; --general
     "engine/tuning/**": 2346,  # 1900; merging in the own format and on a GPU, training for it, packed ones to --base
-    "engine/run/**": 5320,  # 5000; the page, --general, env, merge --data, --merge-aware: about 330
+    "engine/run/**": 5318,  # 5000; the page, --general, env, merge --data, --merge-aware: about 330
     "scripts/**": 3016,  # 2600; the harness for lm-eval 223, new_model.py 110, random_model.py 85
-    "tests/**": 25496,  # 25044; 174 of --merge-aware, 104 of test_compare.py, 105 of new model types, 119 of the page
+    "tests/**": 25534,  # 25044; --merge-aware 174, test_compare.py 104, model types 105, page 119, what a run enters 38
 }
 MOST_LINES_OF_PROSE = 3200  # README, docs and the other pages
 MOST_LINES_OF_README = 140
