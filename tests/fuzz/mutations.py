@@ -20,7 +20,6 @@ import traceback
 from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, replace
-from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -182,7 +181,6 @@ def _child(make, seeds: Sequence[int], begun: int, place: Path, note: mmap.mmap,
     tell = lambda *finding: os.write(said, json.dumps(finding).encode() + b"\n")
     code = 1
     try:
-        forkserver._forkserver.__init__()  # a server of this process, not its parent's
         os.chdir(place)
         os.fsync = os.fdatasync = lambda fd: None  # nothing here has to survive
         os.environ["TOKENIZERS_PARALLELISM"] = "false"

@@ -6,6 +6,7 @@ import gc
 import json
 import os
 import signal
+import threading
 import time
 from collections import deque
 from collections.abc import Collection, Sequence
@@ -588,6 +589,16 @@ def small_stretches():
     geometry.geometry.cache_clear()
 
 
+def _after_fork() -> None:
+    """A forked process starts others by its parent's server, and has no lock that a thread of its parent held."""
+    forkserver._forkserver.ensure_running = lambda: None
+    forkserver._forkserver._lock = threading.Lock()
+    resource_tracker._resource_tracker._lock = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_after_fork)
+
+
 def fork() -> int:
     """os.fork, once no engine is left. Its memory is not inherited (MADV_DONTFORK), so a child that let go of a mapping
     of its parent's would unmap what has taken that place since. A child ends after ten minutes.
@@ -595,11 +606,11 @@ def fork() -> int:
     torch makes its pool of threads anew when a child first asks for it, which fails where two threads do so at once.
     """
     gc.collect()
+    forkserver.ensure_running()
     resource_tracker.ensure_running()  # shared: one of a child's own would complain that it does not clean up
     pid = os.fork()
     if not pid:
         signal.alarm(600)
-        forkserver._forkserver.__init__()  # a server of this process, not its parent's
         torch.set_num_threads(torch.get_num_threads())
     return pid
 

@@ -5,8 +5,7 @@ import gc
 import os
 import signal
 import tempfile
-import threading
-from multiprocessing import forkserver, resource_tracker
+from multiprocessing import forkserver
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,22 +14,15 @@ import torch
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # must be set before a kernel is decorated
 
+import engines  # noqa: F401, for what a forked process does first
 import pytest
 from hypothesis import settings
 
+from trireme.engine.data import codec
 from trireme.engine.planner.probe import compute, processor
 from trireme.engine.queues import real as real_queues
 from trireme.engine.run import evaluate, opening
 from trireme.models.sizes import narrow
-
-
-def _after_fork() -> None:
-    """A forked process has servers of its own, and no lock that a thread of its parent held."""
-    forkserver._forkserver.__init__()
-    resource_tracker._resource_tracker._lock = threading.RLock()
-
-
-os.register_at_fork(after_in_child=_after_fork)
 
 torch.set_num_threads(1)
 gc.disable()  # while modules are imported and tests collected; see few_to_collect
@@ -82,6 +74,15 @@ def released(request):
     if torch.cuda.is_initialized() and sum(map(torch.cuda.memory_reserved, range(torch.cuda.device_count()))) > KEPT:
         gc.collect()
         torch.cuda.empty_cache()
+
+
+@pytest.fixture(autouse=True, scope="session")
+def server():
+    """Starts tokenizers' processes for all tests and the runs that they fork: each would take half a second for its
+    own. Begun where the program can be imported.
+    """
+    forkserver.set_forkserver_preload([codec.__name__])
+    forkserver.ensure_running()
 
 
 @pytest.fixture(autouse=True, scope="session")

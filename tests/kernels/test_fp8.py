@@ -327,7 +327,7 @@ def test_maxima_that_ops_leave_are_those_of_their_results(kind, shape, device):
         for y, largest in zip(results, most, strict=True):
             finite = torch.where(y.isfinite(), y.float().abs(), 0.0)
             assert largest.max() == finite.max().view(torch.int32)
-            for orders in ((True, True), (True, False), (False, True)):
+            for orders in ((True, True), (True, False), (False, True))[: 3 if D < 100 else 1]:
                 assert same_codes(quantize(y, *orders, most=largest), quantize(y, *orders))
 
 
