@@ -24,7 +24,7 @@ from trireme.storage.layout import sequential
 from trireme.storage.untrusted import checksum, summed
 
 FOLDER = "bases"
-ENCODING = 1  # of this code: another one has other values
+ENCODING = 2  # of this code: another one has other values
 THREADS, AHEAD = 8, 64  # threads, and strips of which the codes may wait to be written
 SAMPLE = 4096  # bytes of each file
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from trireme.engine.tuning.rewritten import Entries, Rewritten, rewritten
-from trireme.models.config import WHOLE, ModelConfig, Packing, without_packing
+from trireme.models.config import ModelConfig, Packing, without_packing
 from trireme.models.sizes import shapes
 from trireme.storage.auxiliary import content_of
 from trireme.storage.checkpoint import CHUNK, NUMPY, Source, SourceTensor
@@ -131,10 +131,8 @@ def strips(packing: Packing | None, shape: tuple[int, ...], most: int) -> Iterat
 
 def strip_height(packing: Packing | None, shape: tuple[int, ...], most: int) -> int:
     """The rows of a strip; the last one may have fewer."""
-    (rows, columns), step = shape[-2:], 1
-    if packing:
-        whole = packing.code == "e2m1" or rows < packing.block[0] != WHOLE
-        step = rows if whole else packing.step((rows, columns))
+    rows, columns = shape[-2:]
+    step = packing.step((rows, columns)) if packing else 1
     return min(rows, max(1, most // (columns * step)) * step)
 
 

@@ -111,11 +111,13 @@ class Packing:
 
     def step(self, shape: Shape) -> int:
         """The rows of a matrix in a block, or in a word of zero points: parts can be divided there."""
+        if self.code == "e2m1":
+            return shape[0]
         if self.code == "nf4":
             return self.block[1] // gcd(self.block[1], shape[-1])
         if self.code == "int4":
             return 8
-        return self.block[0] if self.block[0] < shape[0] else 1
+        return 1 if self.block[0] == WHOLE else min(self.block[0], shape[0])
 
     def starts(self, shape: Shape, row: int) -> tuple[int, ...]:
         """Where in each part the values of row `row` of a matrix begin, which must begin a block; or of expert `row`.

@@ -2,6 +2,7 @@
 
 import json
 import re
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -46,16 +47,21 @@ def bytes_of(state):
     return {name: t.reshape(-1).view(torch.uint8).numpy().tobytes() for name, t in state.items()}
 
 
-def merge(folder, form, scale=1.0):
-    """Merges into folder/same; returns what the adapter adds, and the decoded base, by name."""
+def packed(folder, form):
+    """(a checkpoint in folder/packed, decoded matrices by name); the same in bf16 is in folder/plain."""
     for name in ("packed", "plain"):
         (folder / name).mkdir()
     decoded = write_packed((folder / "packed", folder / "plain"), FORMATS[form])
+    return open_checkpoint(folder / "packed", read_config(folder / "packed").packing), decoded
+
+
+def merge(folder, form, scale=1.0):
+    """Merges into folder/same; returns what the adapter adds, and the decoded base, by name."""
+    source, decoded = packed(folder, form)
     state = load_file(folder / "plain/model.safetensors")
     ends = tuple(f"{module}.weight" for module in ATTENTION)
     shapes = {name.removesuffix(".weight"): t.shape for name, t in state.items() if name.endswith(ends)}
     added, cfg = write_adapter(folder / "adapter", shapes, scale), read_config(folder / "packed")
-    source = open_checkpoint(folder / "packed", cfg.packing)
     merge_adapter(folder / "adapter", cfg, source, folder / "same", say=lambda _: None, same=True)
     return added, decoded
 
@@ -75,6 +81,17 @@ def test_what_an_adapter_changes_is_packed_as_before_and_nothing_else_changes(fo
         ours = torch.from_numpy(joined(source.values(name))).view(exact.shape)
         theirs = FORMATS[form].pack(name, exact)[1]
         assert (ours - exact).norm() <= LESS_EXACT.get(form, 1.001) * (theirs - exact).norm()
+
+
+@pytest.mark.grid("fp8, whole blocks")
+@pytest.mark.parametrize("form", FORMATS)
+def test_how_many_rows_are_encoded_at_a_time_changes_no_bit(form, tmp_path):
+    """Also of a matrix with as many rows as a block."""
+    source, _ = packed(tmp_path, form)
+    rows = {name: partial(source.rows, name) for name in source.tensors if source.packs(name)}
+    few, many = (repacked(source, rows, most) for most in (1, 1 << 20))
+    for part in few.places:
+        assert b"".join(map(bytes, few.values(part))) == b"".join(map(bytes, many.values(part)))
 
 
 @pytest.mark.gpu
@@ -106,10 +123,7 @@ def test_an_adapter_that_adds_nothing_leaves_the_values(form, tmp_path):
 @pytest.mark.parametrize("device", DEVICES)
 def test_experts_of_gpt_oss_keep_their_order(device, tmp_path):
     """They are stored (out, in) and computed (in, out)."""
-    for name in ("packed", "plain"):
-        (tmp_path / name).mkdir()
-    decoded = write_packed((tmp_path / "packed", tmp_path / "plain"), FORMATS["gpt-oss"])
-    source = open_checkpoint(tmp_path / "packed", read_config(tmp_path / "packed").packing)
+    source, decoded = packed(tmp_path, "gpt-oss")
     name = "model.layers.0.mlp.experts.gate_up_proj"
     noise = 0.1 * torch.randn(decoded[name].shape, generator=torch.Generator().manual_seed(1))
     values, added = decoded[name] + noise, noise.flatten(0, 1).to(device)
