@@ -35,7 +35,8 @@ from trireme.storage.files import Say, make_folder, remove_folders, sync_folder,
 from trireme.storage.temporary import Temporary
 
 CPU = torch.device("cpu")
-AT_ONCE, ON_GPU = 1 << 20, 1 << 23  # elements of a matrix in memory: some 30 bytes for each where they are encoded
+AT_ONCE, ON_GPU = 1 << 20, 1 << 23  # elements of a matrix in memory
+ELEMENT = 32  # bytes that one needs while it is encoded
 WRITERS = 4  # files written at once: while one waits for the drive, others are read and computed
 Factors = list[tuple[Tensor, Tensor]]  # (left (rows, R), right (R, columns)) of each matrix
 
@@ -124,8 +125,12 @@ class Sum:
 
     @property
     def at_once(self) -> int:
-        """Elements of a matrix in memory."""
-        return AT_ONCE if self.device.type == "cpu" else ON_GPU
+        """Elements of a matrix in memory, of each writer: on a GPU in half of what a run may use of it."""
+        if self.device.type == "cpu":
+            return AT_ONCE
+        limit = torch.cuda.get_per_process_memory_fraction(self.device)
+        limit *= torch.cuda.get_device_properties(self.device).total_memory
+        return min(ON_GPU, int(limit) // (2 * ELEMENT * WRITERS))
 
     def values(self, stored: str, first: int = 0, last: int | None = None) -> Iterator[np.ndarray]:
         """Elements [first, last) of a weight in its dtype. Raises InputError as they are read."""
