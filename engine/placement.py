@@ -21,7 +21,6 @@ from trireme.engine.plan import Plan, Tier
 from trireme.engine.queues.names import numbered
 from trireme.engine.queues.task import Kind, Queues
 from trireme.models.sizes.shapes import HALVES
-from trireme.storage.devices import Device
 from trireme.storage.layout import Layout
 from trireme.storage.scratch import Scratch
 from trireme.storage.store import Store
@@ -34,36 +33,9 @@ def silent(nbytes: int) -> None:
     """A Progress that shows nothing."""
 
 
-class Space:
-    """Scratch space on the SSD. Parts are reserved while the engine is built; then `claim` takes all of it from the
-    drives.
-    """
-
-    def __init__(self, scratch: Scratch | None):
-        self.scratch, self.nbytes = scratch, 0
-
-    def reserve(self, nbytes: int) -> int:
-        """Reserves bytes; returns their offset."""
-        self.nbytes += nbytes
-        return self.nbytes - nbytes
-
-    def claim(self, devices: Sequence[Device]) -> None:
-        """Takes the reserved space from the drives. Raises StoreError."""
-        if self.nbytes:
-            self.scratch = Scratch(devices, self.nbytes)
-
-    def claimed(self) -> Scratch:
-        assert self.scratch is not None, "the plan uses scratch space on the SSD, and none was claimed"
-        return self.scratch
-
-    def close(self) -> None:
-        if self.scratch is not None:
-            self.scratch.close()
-
-
-def in_scratch(space: Space, nbytes: int, later: bool = False) -> OnDrive:
+def in_scratch(scratch: Scratch, nbytes: int, later: bool = False) -> OnDrive:
     """Reserves bytes in the scratch space. A part is (first byte, end). `later`: no task waits for them yet."""
-    offset = space.reserve(nbytes)
+    offset = scratch.reserve(nbytes)
 
     def place(buffer: Tensor, part: tuple[int, int] | None) -> tuple[int, memoryview]:
         first, end = part or (0, nbytes)
@@ -71,8 +43,8 @@ def in_scratch(space: Space, nbytes: int, later: bool = False) -> OnDrive:
 
     return OnDrive(
         lambda part: part[1] - part[0] if part else nbytes,
-        lambda buffer, part: space.claimed().read(*place(buffer, part), later).result(),
-        lambda buffer, part: space.claimed().write(*place(buffer, part), later).result(),
+        lambda buffer, part: scratch.read(*place(buffer, part), later).result(),
+        lambda buffer, part: scratch.write(*place(buffer, part), later).result(),
     )
 
 
@@ -161,18 +133,18 @@ class Placement:
         memory: Memory,
         queues: Queues,
         store: Store | None,
-        space: Space,
+        scratch: Scratch,
         files: BaseFiles | None,
     ):
         """`files`: reads frozen weights on the SSD from the checkpoint; None: they are copied to the scratch space."""
         self.geo, self.plan, self.memory, self.queues = geo, plan, memory, queues
-        self.store, self.space, self.files = store, space, files
+        self.store, self.scratch, self.files = store, scratch, files
         self.blank = True  # buffers in RAM are as the system gives memory: zero
         self.updates = 0  # handed over so far
         based = range(len(geo.base))
         tiers = [plan.units[geo.unit_of(v)].base for v in based]
         copied = [v for v in based if tiers[v] == "ssd" and files is None]
-        self.base_offset = {u: self.space.reserve(geo.base[u].span) for u in copied}  # in the scratch space
+        self.base_offset = {u: scratch.reserve(geo.base[u].span) for u in copied}  # in the scratch space
         planned = list(buffers(geo, plan))
         self._made = {
             (b.tier, b.what, b.of, b.gpu): memory.alloc(b.tier, b.name, b.nbytes, b.count, b.gpu) for b in planned
@@ -331,8 +303,8 @@ class Placement:
 
     def _start(self, access: Access, shard: Stored, memory: memoryview, later: bool) -> Future[None]:
         if shard.entry.kind == "base":
-            scratch, offset = self.space.claimed(), self.base_offset[shard.entry.u]
-            return (scratch.write if access == "write" else scratch.read)(offset, memory)
+            move = self.scratch.write if access == "write" else self.scratch.read
+            return move(self.base_offset[shard.entry.u], memory)
         assert self.store is not None, "the plan uses the SSD, and the engine was built without a store"
         if access == "verify":
             return self.store.verify(shard.name, memory)

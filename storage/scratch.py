@@ -25,14 +25,27 @@ Move = Callable[[File, int, memoryview], Future[None]]
 
 
 class Scratch:
-    """Space of `nbytes` on devices, allocated at once. Raises StoreError if it is short."""
+    """Space on devices. Its parts are reserved; then `claim` allocates all of it at once."""
 
-    def __init__(self, devices: Sequence[Device], nbytes: int):
-        self.devices, self.turns = tuple(devices), turns([device.speed for device in devices])
+    def __init__(self) -> None:
+        self.nbytes = 0  # reserved
+        self.devices: tuple[Device, ...] = ()
+        self.turns: tuple[int, ...] = ()
         self.files: list[File] = []
+
+    def reserve(self, nbytes: int) -> int:
+        """Reserves bytes; returns their offset."""
+        self.nbytes += nbytes
+        return self.nbytes - nbytes
+
+    def claim(self, devices: Sequence[Device]) -> None:
+        """Takes the reserved space from devices, if there is any. Raises StoreError if they are short of it."""
+        if not self.nbytes:
+            return
+        self.devices, self.turns = tuple(devices), turns([device.speed for device in devices])
         try:
             for d, device in enumerate(self.devices):
-                self.files.append(_claim(device, self._share(d, nbytes)))
+                self.files.append(_claim(device, self._share(d, self.nbytes)))
         except BaseException:
             self.close()
             raise
@@ -52,6 +65,7 @@ class Scratch:
 
     def _move(self, moves: Sequence[Move], offset: int, buffer: Buffer) -> Future[None]:
         """Moves the parts of a buffer. `moves`: the read or write of each device."""
+        assert self.files, "scratch space was not claimed"
         view = memoryview(buffer).cast("B")
         parts = [moves[d](self.files[d], place, view[a:b]) for d, place, a, b in self._parts(offset, len(view))]
         return parts[0] if len(parts) == 1 else together(parts)

@@ -16,7 +16,6 @@ import torch
 from trireme.engine.between import writing
 from trireme.engine.build import Engine, build, inputs_on
 from trireme.engine.check.row import Row
-from trireme.engine.data.dataset import MicroBatch
 from trireme.engine.memory import DTYPE, views
 from trireme.engine.placement import Entry, Placement
 from trireme.engine.plan import DoesNotFit, Limits, Plan
@@ -30,6 +29,7 @@ from trireme.engine.step import train_step
 from trireme.engine.updates import AdamW
 from trireme.kernels.fp8.reference import Quantized, quantize
 from trireme.models.config import ModelConfig
+from trireme.models.losses.micro_batch import MicroBatch
 from trireme.models.rows import rope_tables
 from trireme.models.sizes.narrow import ROWS, SCALE
 from trireme.storage.devices import open_device
@@ -117,7 +117,7 @@ def random_engine(
             for shard in e.placement.shards():
                 if e.placement.tier(shard.entry) == "ssd":
                     store.add(shard.name, shard.layout)
-            e.placement.space.claim(store.devices)
+            e.placement.scratch.claim(store.devices)
         random_state(e.placement)
         yield e
 

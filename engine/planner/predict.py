@@ -161,7 +161,7 @@ def scratch_bytes(cfg: ModelConfig, plan: Plan) -> int:
     rates = Rates(1, 1, 1, 1, 1, 1, ssd_read=1, ssd_write=1)
     queues = SimulatedQueues(lambda _: 0.0, rates, plan.gpus, hosts=plan.hosts)
     placement = build(cfg, plan, Limits(1 << 60, 1 << 60), queues).placement
-    return placement.space.nbytes - sum(placement.geo.base[v].span for v in placement.base_offset)
+    return placement.scratch.nbytes - sum(placement.geo.base[v].span for v in placement.base_offset)
 
 
 def _steady(e: Engine, queues: SimulatedQueues, inputs: Sequence[Inputs]) -> float:

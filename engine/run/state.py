@@ -150,7 +150,7 @@ class Training:
             screen.warn(f"CUDA pins {gib(pinned)} of RAM, the plan uses {gib(planned)}. {way}, unless --ram is given")
         if reason := host_adamw.why_slow():
             screen.warn(f"AdamW runs in torch on the CPU, several times slower: {reason}")
-        e.placement.space.claim(self.store.devices)
+        e.placement.scratch.claim(self.store.devices)
         if self.snapshot is None:
             self.store.clear()
             for shard in e.placement.shards():

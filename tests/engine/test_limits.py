@@ -151,7 +151,7 @@ def test_refused_or_within_the_limits(seed, tmp_path):
         e = build(cfg, plan, limits, RealQueues("cuda"), store=store)
         for shard in e.placement.shards():
             store.add(shard.name, shard.layout)
-        e.placement.space.claim(store.devices)
+        e.placement.scratch.claim(store.devices)
         values = lambda name, a, b: [0.02 * torch.randn(b - a).numpy()]
         fill(e.placement, values)
         fill_base(e.placement, values)

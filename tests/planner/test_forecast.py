@@ -211,7 +211,7 @@ def test_an_evaluation_moves_and_a_snapshot_writes_what_is_estimated(cfg):
     e.queues.moved.clear()
     save_to_store(e.placement)
     assert sum(e.queues.moved[queue] for queue in ("ssd_write", "state_write")) == f.unsaved()
-    assert f.scratch + f.frozen_on_ssd <= e.placement.space.nbytes <= f.scratch + f.frozen_on_ssd + (1 << 20)
+    assert f.scratch + f.frozen_on_ssd <= e.placement.scratch.nbytes <= f.scratch + f.frozen_on_ssd + (1 << 20)
     e.close()
 
 

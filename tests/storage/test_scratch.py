@@ -24,13 +24,20 @@ def devices(tmp_path):
         device.io.close()
 
 
+def claimed(devices, nbytes):
+    s = Scratch()
+    s.reserve(nbytes)
+    s.claim(devices)
+    return s
+
+
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_what_was_written_is_read(devices, count, monkeypatch):
     """Spans that begin and end anywhere, side by side, each with its own bytes; no byte on two places."""
     monkeypatch.setattr(scratch, "STRIPE", 64 * K)
     random, total = np.random.default_rng(count), 3000 * K
     (devices[0].path / "scratch").write_text("of a run that was killed before its file had lost its name")
-    s = Scratch(devices[:count], total)
+    s = claimed(devices[:count], total)
     assert sum(os.fstat(file.fd).st_size for file in s.files) == total  # before anything is written
     edges = [0, *sorted(random.choice(np.arange(1, total // 4096), 12, replace=False) * 4096), total]
     spans = {}
@@ -53,7 +60,7 @@ def test_what_was_written_is_read(devices, count, monkeypatch):
 
 
 def test_faster_devices_hold_more_and_take_turns(devices):
-    s = Scratch(devices, 100 * scratch.STRIPE)
+    s = claimed(devices, 100 * scratch.STRIPE)
     assert s.turns == (1, 0, 1, 2, 1)
     sizes = [os.fstat(file.fd).st_size // scratch.STRIPE for file in s.files]
     assert sizes == [20, 60, 20]
@@ -62,7 +69,7 @@ def test_faster_devices_hold_more_and_take_turns(devices):
 
 def test_a_device_without_a_share_holds_nothing(devices):
     """Of less than a stripe."""
-    s, buffer = Scratch(devices, 64 * K), arena(64 * K)
+    s, buffer = claimed(devices, 64 * K), arena(64 * K)
     s.write(0, buffer).result(60)
     s.read(0, arena(64 * K)).result(60)
     assert sorted(os.fstat(file.fd).st_size for file in s.files) == [0, 0, 64 * K]
@@ -76,7 +83,7 @@ def test_without_room_on_one_device_nothing_is_left(devices, monkeypatch):
 
     monkeypatch.setattr(scratch, "check_space", check)
     with pytest.raises(OSError, match="full"):
-        Scratch(devices, 10 * scratch.STRIPE)
+        claimed(devices, 10 * scratch.STRIPE)
     with pytest.raises(OSError, match=r"allocating \d+ bytes"):
-        Scratch(devices[:1], 1 << 50)
+        claimed(devices[:1], 1 << 50)
     assert not any(list(device.path.iterdir()) for device in devices)

@@ -71,7 +71,9 @@ def drive_rates(folder: Path, seconds: float = 4.0, most: int = 4 << 30, patient
     with Temporary(HIDDEN, folder) as trial, ExitStack() as stack:
         device = open_device(trial)  # as the store does
         stack.callback(device.io.close)
-        scratch = Scratch([device], max(nbytes, 2 * CHUNK))
+        scratch = Scratch()
+        scratch.reserve(max(nbytes, 2 * CHUNK))
+        scratch.claim([device])
 
         def writing() -> float:
             nonlocal written
