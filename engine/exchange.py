@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from itertools import accumulate
 from math import prod
 from pathlib import Path
@@ -66,20 +65,18 @@ class Exchange:
     def load(self, progress: Progress = silent, loaded: Loaded = silent) -> None:
         """Sets all weights to the checkpoint's and all moments to zero; calls `loaded(u)` when unit u is complete.
 
-        Raises InputError as `fill`, StoreError.
+        Raises InputError, which names the file, for values that cannot be used; StoreError.
         """
         check_tied(self.source, self.canonical, self.stored)
         in_bf16 = {name for name, stored in self.stored.items() if self.source.place(stored).dtype == "BF16"}
         frozen = {u for u, layout in enumerate(self.placement.geo.base) if layout.tensors}
         whole: Loaded = lambda u: None if u in frozen else loaded(u)
-        with naming_files(self.source, self.stored):
-            self.trained = fill(self.placement, self._values, in_bf16, progress, whole)
+        self.trained = fill(self.placement, self._values, in_bf16, progress, whole)
         self.load_base(progress, loaded)
 
     def load_base(self, progress: Progress = silent, loaded: Loaded = silent) -> None:
         """Loads the frozen weights alone, when a snapshot has the others. Raises as `load`."""
-        with naming_files(self.source, self.stored):
-            self.base = fill_base(self.placement, self._values, progress, loaded)
+        self.base = fill_base(self.placement, self._values, progress, loaded)
 
     def save(self, folder: Path, progress: Progress = silent) -> dict[str, str]:
         """Writes the checkpoint with the trained weights; returns the checksums of its files. Raises StoreError.
@@ -106,6 +103,17 @@ class Exchange:
             yield limited
 
     def _values(self, name: str, first: int, last: int) -> Iterator[np.ndarray]:
+        """Elements [first, last) of a tensor in pieces, each checked."""
+        packing = self.placement.geo.cfg.packing
+        packing = packing and packing.of(name)
+        part = packing and packing.part_of(name)
+        for values in self._read(name, first, last):
+            if why := damage(packing, part, values) if packing and part else not_finite(values):
+                where = self.source.named(self.stored.get(name, name))
+                raise InputError(f"{where} {why}; the checkpoint is damaged or diverged")
+            yield values
+
+    def _read(self, name: str, first: int, last: int) -> Iterator[np.ndarray]:
         if name in self.stored:
             yield from self.read_from.values(self.stored[name], first, last)
         elif self.adapters is not None:
@@ -137,7 +145,7 @@ def check_tied(source: Source, canonical: Mapping[str, str | None], stored: Mapp
 def fill(
     placement: Placement, read: Read, in_bf16: Container[str] = (), progress: Progress = silent, filled: Loaded = silent
 ) -> str:
-    """Stores initial values everywhere: weights as read, moments zero. Raises InputError on values that are not finite.
+    """Stores initial values everywhere: weights as read, moments zero.
 
     `in_bf16`: names of tensors whose values are bf16, so that the low halves of their masters are zero. Calls
     `filled(u)` when unit u is complete. Returns a checksum of the values read.
@@ -158,8 +166,7 @@ def fill(
 
 
 def fill_base(placement: Placement, read: Read, progress: Progress = silent, filled: Loaded = silent) -> dict[str, str]:
-    """Stores frozen weights; in training, those read from the user's checkpoint in each step are checked. Raises as
-    `fill`.
+    """Stores frozen weights; in training, those read from the user's checkpoint in each step are only read.
 
     Returns checksums of the values read, by unit.
     """
@@ -205,14 +212,14 @@ def _fill_codes(
     def largest(part: str) -> tuple[Tensor, str]:
         sums, most = list[str](), torch.zeros(1)
         for raw in summed(read(part, 0, sizes[part]), sums.append):
-            for values in map(_tensor, _pieces(_computed(part, raw, dtype))):
+            for values in map(_tensor, _pieces(_computed(raw, dtype))):
                 most = torch.maximum(most, values.abs().amax().float())
         return most, sums[0]
 
     def write(part: str) -> None:
         at = firsts[part]
         for raw in read(part, 0, sizes[part]):
-            for values in map(_tensor, _pieces(_computed(part, raw, dtype))):
+            for values in map(_tensor, _pieces(_computed(raw, dtype))):
                 out[at : at + len(values)] = fp8.codes_of(values.float(), power).view(torch.uint8).numpy()
                 at += len(values)
 
@@ -289,47 +296,34 @@ def _pieces(values: np.ndarray) -> Iterator[np.ndarray]:
     return (values[a : a + PIECE] for a in range(0, len(values), PIECE))
 
 
-class BadValues(InputError):
-    """A tensor whose values cannot be used, and why."""
-
-    def __init__(self, name: str, why: str):
-        super().__init__(f"{name} {why}")
-        self.name, self.why = name, why
-
-
-@contextmanager
-def naming_files(source: Source, stored: Mapping[str, str]) -> Iterator[None]:
-    """Within, a BadValues is raised as InputError that names the file of `source` and the tensor. `stored`: from
-    hf.sources.
-    """
-    try:
-        yield
-    except BadValues as error:
-        name, _ = in_file(error.name, 0)
-        raise InputError(f"{source.named(stored.get(name, name))} {error.why}") from None
-
-
 def fill_weight(t: TensorSpec, buffer: Tensor, read: Read, packing: Packing | None) -> str:
-    """Fills a tensor's part of a buffer; returns the checksum of the values read. Raises as `fill`."""
+    """Fills a tensor's part of a buffer; returns the checksum of the values read."""
     out, at, sums = _numpy(buffer, t), 0, list[str]()
     name, first = in_file(t.name, t.numel)
     packing = packing and packing.of(name)
     part = packing and packing.part_of(name)
     for raw in summed(read(name, first, first + t.numel), sums.append):
-        if packing and part and (why := damage(packing, part, raw)):
-            raise BadValues(t.name, f"{why}; the checkpoint is damaged")
-        values = raw if part else _computed(t.name, raw, t.dtype)
+        values = raw if part else _computed(raw, t.dtype)
         out[at : at + len(values)] = values
         at += len(values)
     return sums[0]
 
 
-def _computed(name: str, raw: np.ndarray, dtype: str) -> np.ndarray:
-    """Values converted to the run's dtype. Raises BadValues if one is not finite."""
-    values = raw if dtype_of(raw) == dtype == "BF16" else convert(raw, dtype_of(raw), "F32")
+def _computed(raw: np.ndarray, dtype: str) -> np.ndarray:
+    """Values converted to the run's dtype."""
+    if dtype_of(raw) == dtype:
+        return raw
+    values = convert(raw, dtype_of(raw), "F32")
+    return (
+        values
+        if dtype == "F32"
+        else split_master(torch.from_numpy(values))[0].view(torch.int16).numpy().view(np.uint16)
+    )
+
+
+def not_finite(values: np.ndarray) -> str:
+    """What is wrong with values that are not finite as bf16 or fp32; "" if all are."""
+    values = values if dtype_of(values) == "BF16" else convert(values, dtype_of(values), "F32")
     exponent = np.uint16(0x7F80) if values.dtype == np.uint16 else np.uint32(0x7F800000)
-    if (values.view(exponent.dtype) & exponent).max(initial=0) == exponent:
-        raise BadValues(name, "holds NaN or infinite values; the checkpoint is damaged or diverged")
-    if dtype_of(values) != dtype:
-        values = split_master(torch.from_numpy(values))[0].view(torch.int16).numpy().view(np.uint16)
-    return values
+    damaged = (values.view(exponent.dtype) & exponent).max(initial=0) == exponent
+    return "holds NaN or infinite values" if damaged else ""
