@@ -280,7 +280,9 @@ class ActivationSwap:
 
     def _home(self, label: str, tier: SavedTier, in_memory: Iterator[Tensor] | None, nbytes: int) -> Home:
         if tier == "ssd" or in_memory is None:
-            return DriveHome(self.queues, "activations", label, self.staging, in_scratch(self.placement.space, nbytes))
+            return DriveHome(
+                self.queues, "activations", label, self.staging, in_scratch(self.placement.scratch, nbytes)
+            )
         return Home(self.queues, "activations", label, Buffer(next(in_memory)))
 
     # ------------------------------------------------ slices of experts

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -19,7 +20,7 @@ from trireme.engine.geometry import Geometry
 from trireme.engine.gradients import Gradients, SharedGradients, Wire
 from trireme.engine.memory import Buffer, Memory, Pool
 from trireme.engine.optimizer import Optimizer
-from trireme.engine.placement import BaseFiles, Placement, Scratch, Space, Store
+from trireme.engine.placement import BaseFiles, Placement, Scratch, Store
 from trireme.engine.plan import Limits, Plan
 from trireme.engine.queues.names import numbered
 from trireme.engine.queues.task import Kind, Queues, Task
@@ -29,11 +30,11 @@ from trireme.kernels import ops
 from trireme.models.config import InputError, ModelConfig
 from trireme.models.head import Shares
 from trireme.models.lora import Dropout
+from trireme.models.losses.micro_batch import MicroBatch
 from trireme.models.losses.preferences import Documents
 from trireme.models.rows import Load, Noise, Rows, Tables
 from trireme.models.sizes import costs, narrow
 
-Key = TypeVar("Key")
 Value = TypeVar("Value")
 
 
@@ -62,7 +63,7 @@ class Engine:
         """Ends the threads of updates, frees scratch space and memory. The caller closes the queues."""
         self.optimizer.close()
         self.views.clear()
-        self.placement.space.close()
+        self.placement.scratch.close()
         if self.placement.files is not None:
             self.placement.files.close()
         self.memory.close()
@@ -118,7 +119,7 @@ def build(
     geo, memory = Geometry.of(cfg, plan), Memory(queues.devices, limits, queues.simulated, make_pool, pinned)
     for gpu in range(plan.gpus):
         memory.reserve("gpu", "workspace", workspace(geo, plan, gpu), gpu=gpu)
-    placement = Placement(geo, plan, memory, queues, store, Space(scratch), files)
+    placement = Placement(geo, plan, memory, queues, store, scratch or Scratch(), files)
     weights, swap = WeightStream(placement), ActivationSwap(placement)
     gradients = Gradients(placement) if plan.hosts == 1 else SharedGradients(placement, wire)
     optimizer = Optimizer(placement, weights, gradients, adamw or AdamW())
@@ -155,30 +156,6 @@ class Inputs:
         """The tensors on a GPU."""
         assert self.packed, "a simulation has no tensors"
         return self.packed[gpu]
-
-
-class MicroBatch(Protocol):
-    """A micro-batch as the data set gives it: N tokens of documents, in numpy."""
-
-    @property
-    def ids(self) -> np.ndarray: ...  # (N,)
-
-    @property
-    def labels(self) -> np.ndarray: ...  # (N,): next tokens, -100 for none
-
-    @property
-    def lengths(self) -> Sequence[int]: ...  # of documents
-
-    @property
-    def weights(self) -> np.ndarray | None: ...  # of documents, float64; None: 1
-
-    @property
-    def reference(self) -> np.ndarray | None: ...  # log-probabilities of documents, float64, by the reference
-
-    @property
-    def taught(self) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None: ...  # of labels, as head.Shares
-
-    def halves(self) -> tuple[MicroBatch, MicroBatch]: ...  # of kto: the answers, their counterparts
 
 
 def inputs_on(
@@ -225,13 +202,13 @@ def in_ram(
     """
     if apart:
         answers, counterparts = (in_ram(cfg, half, pinned) for half in micro_batch.halves())
-        return answers._replace(of_docs=documents_of(micro_batch), kl=counterparts, noise=noise)
+        return answers._replace(of_docs=micro_batch.documents, kl=counterparts, noise=noise)
     pin = Tensor.pin_memory if pinned else lambda tensor: tensor
     arrays = micro_batch.ids, micro_batch.labels, np.flatnonzero(micro_batch.labels >= 0)
     ids, labels, loss_rows = (pin(torch.from_numpy(array.astype(np.int64))) for array in arrays)
     docs, weights = ops.lay_docs(micro_batch.lengths), micro_batch.weights
     docs = docs._replace(content=pin(docs.content))
-    of_docs, factors = documents_of(micro_batch), None
+    of_docs, factors = micro_batch.documents, None
     if weights is not None and of_docs is None:
         factors = pin(torch.from_numpy(np.repeat(weights, micro_batch.lengths).astype(np.float32)))
     shares = Shares(*(pin(torch.from_numpy(array)) for array in micro_batch.taught)) if micro_batch.taught else None
@@ -254,15 +231,6 @@ def with_dropout(cfg: ModelConfig, batch: list[InRam], seed: int, step: int) -> 
         dropped.append(mb._replace(dropout=Dropout(cfg.lora.dropout, key, first)))
         first += mb.tokens
     return dropped
-
-
-def documents_of(micro_batch: MicroBatch) -> Documents | None:
-    """The documents of preference pairs; None for other data."""
-    if micro_batch.reference is None or micro_batch.weights is None:
-        return None
-    lengths = np.array(micro_batch.lengths, np.int64)
-    trained = np.add.reduceat((micro_batch.labels >= 0).astype(np.int64), np.cumsum(lengths) - lengths)
-    return Documents(lengths, trained, micro_batch.weights, micro_batch.reference)
 
 
 def dealt(batch: Sequence[InRam], host: int, hosts: int) -> Sequence[InRam]:
@@ -304,20 +272,17 @@ def placed(
     return Inputs(mb.tokens, mb.trained, mb.pairs, tuple(packed), mb.of_docs, kl)
 
 
-class Ahead(Generic[Key, Value]):
-    """Computes values by key in a thread, the next one while the current one is in use."""
-
-    def __init__(self, make: Callable[[Key], Value]):
-        self.make, self.thread = make, ThreadPoolExecutor(1, "ahead")
-        self.coming: tuple[Key, Future[Value]] | None = None
-
-    def take(self, key: Key, following: Key | None) -> Value:
-        """The value of `key`; begins that of `following`. Raises what `make` raised."""
-        if self.coming is None or self.coming[0] != key:
-            self.coming = key, self.thread.submit(self.make, key)
-        value = self.coming[1].result()
-        self.coming = None if following is None else (following, self.thread.submit(self.make, following))
-        return value
-
-    def close(self) -> None:
-        self.thread.shutdown(cancel_futures=True)
+def ahead(make: Callable[[int], Value], numbers: Iterable[int]) -> Generator[Value, None, None]:
+    """Yields make(n) of each number, made in a thread: the next one while the current one is in use. Raises what `make`
+    raised.
+    """
+    thread, coming = ThreadPoolExecutor(1, "ahead"), deque[Future[Value]]()
+    try:
+        for n in numbers:
+            coming.append(thread.submit(make, n))
+            if len(coming) > 1:
+                yield coming.popleft().result()
+        for last in coming:
+            yield last.result()
+    finally:
+        thread.shutdown(cancel_futures=True)

@@ -46,7 +46,7 @@ class Gradients:
         self.itemsize = ITEMSIZE[geo.dtype]
         units = range(geo.n_units)
         self.on_gpu = [Buffer(placement.of(u, "gpu", "rounded")) for u in units]  # of layers that are updated there
-        on_drive = lambda u: in_scratch(placement.space, geo.weights[u].span, later=True)
+        on_drive = lambda u: in_scratch(placement.scratch, geo.weights[u].span, later=True)
         made = lambda u: DriveHome(queues, "gradient", geo.names[u], back, on_drive(u), "state")
         self.on_ssd = {u: made(u) for u in units if plan.spilled(u)}
         if not queues.simulated:

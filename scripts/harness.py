@@ -26,7 +26,6 @@ from tokenizers import Tokenizer
 
 from trireme.engine.amounts import size
 from trireme.engine.build import in_ram
-from trireme.engine.data.dataset import IGNORED, MicroBatch
 from trireme.engine.data.forms import Chat
 from trireme.engine.layers import head_losses
 from trireme.engine.run import screen
@@ -37,6 +36,7 @@ from trireme.engine.run.options import Sample
 from trireme.engine.step import forward
 from trireme.models import head
 from trireme.models.config import InputError
+from trireme.models.losses.micro_batch import IGNORED, MicroBatch
 
 
 class Streamed(TemplateLM):

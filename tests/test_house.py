@@ -25,15 +25,15 @@ MOST_FILES = 17  # in a folder of the product
 # Behind some stands the number that they had to reach, and what has come since: they may not grow without a reason.
 BUDGETS = {
     "kernels/**": 8361,  # 8000; rounding to packings 250, gates of new model types 24, heads in two parts 86
-    "models/**": 9058,  # 8450; rounding to packings about 235, new model types about 370
+    "models/**": 9106,  # 8450; micro_batch.py, of engine 45; rounding to packings about 235, new model types about 370
     "storage/**": 3250,
-    "engine/*.* engine/queues/**": 5258,
+    "engine/*.* engine/queues/**": 5191,
     "engine/planner/**": 3850,
     "engine/hosts/**": 474,
     "engine/check/**": 1200,
-    "engine/data/**": 4305,  # 4300; --general
+    "engine/data/**": 4275,
     "engine/tuning/**": 2346,  # 1900; merging in the own format and on a GPU, training for it, packed ones to --base
-    "engine/run/**": 5318,  # 5000; the page, --general, env, merge --data, --merge-aware: about 330
+    "engine/run/**": 5320,  # 5000; the page, --general, env, merge --data, --merge-aware: about 330
     "scripts/**": 3016,  # 2600; the harness for lm-eval 223, new_model.py 110, random_model.py 85
     "tests/**": 25534,  # 25044; --merge-aware 174, test_compare.py 104, model types 105, page 119, what a run enters 38
 }

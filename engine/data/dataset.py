@@ -27,43 +27,13 @@ from trireme.engine.data.find import DataFile, Rows, Sources, find, spool
 from trireme.engine.data.prepare import DataOptions, Preparation, Progress
 from trireme.engine.data.summary import FileReport, Report, counted, example_text, notes_on
 from trireme.engine.data.tables import class_names
-from trireme.engine.data.taught import Taught, Teacher
+from trireme.engine.data.taught import Teacher
 from trireme.engine.data.tokens import TokenFile, decode, tidy
 from trireme.models.config import InputError
+from trireme.models.losses.micro_batch import IGNORED, MicroBatch
 from trireme.storage.temporary import Temporary
 
-IGNORED = -100  # label of an untrained token
 SAMPLED = 256  # pieces
-
-
-@dataclass(frozen=True)
-class MicroBatch:
-    """Documents back to back, without padding."""
-
-    ids: np.ndarray  # (N,) int32
-    # (N,) int32: the token after ids[t] in its document if trained, else IGNORED. Where documents are scored: their
-    # class, or of pairs 0, at the token that is.
-    labels: np.ndarray
-    lengths: tuple[int, ...]  # of documents; sum N
-    weights: np.ndarray | None = None  # (documents,) float64; None: 1. Of kto's undesirable answers below 0
-    # (documents,) float64, of pairs: log-probabilities by the reference, or 0; of rewards margins, at their first
-    reference: np.ndarray | None = None
-    taught: Taught | None = None  # of its labels, in their order
-
-    @property
-    def trained(self) -> int:
-        """Number of labels."""
-        return int((self.labels >= 0).sum())
-
-    def halves(self) -> tuple[MicroBatch, MicroBatch]:
-        """Of labelled answers: the answers, and their counterparts, whose KL is only read forward."""
-        starts, ends = np.cumsum((0, *self.lengths[:-1])), np.cumsum(self.lengths)
-        halves = []
-        for first in (0, 1):
-            at = np.concatenate([np.arange(*span) for span in zip(starts[first::2], ends[first::2], strict=True)])
-            weights, reference = (None if t is None else t[first::2] for t in (self.weights, self.reference))
-            halves.append(MicroBatch(self.ids[at], self.labels[at], self.lengths[first::2], weights, reference))
-        return halves[0], halves[1]
 
 
 @dataclass(frozen=True)

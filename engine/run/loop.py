@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from trireme.engine.amounts import count, duration
-from trireme.engine.build import Ahead, Inputs, InRam, in_ram, with_dropout
+from trireme.engine.build import Inputs, InRam, ahead, in_ram, with_dropout
 from trireme.engine.check.tuned import in_use
 from trireme.engine.data.dataset import Dataset
 from trireme.engine.hosts.group import here
@@ -122,10 +122,11 @@ class Run:
             stack.callback(self.log.close)
             stack.enter_context(closing(self.training))
             try:
+                left = range(self.done.step, self.job.total_steps)
                 ending = lambda: screen.urgent(f"\nexited immediately. {self.training.last_snapshot}")
-                with stop_signals(self.stop.ask, ending), closing(Ahead(self.batch)) as ahead:
+                with stop_signals(self.stop.ask, ending), closing(ahead(self.batch, left)) as batches:
                     self.load()
-                    self.steps(ahead)
+                    self.steps(batches)
                     self.end()
             except Interrupted:
                 raise
@@ -159,7 +160,7 @@ class Run:
             where = self.place.best(done.best_step)
             raise InputError(f"--resume {self.place.out}: the best weights are not whole in {where}. {way}.")
 
-    def steps(self, ahead: Ahead[int, list[InRam]]) -> None:
+    def steps(self, batches: Iterator[list[InRam]]) -> None:
         done, o, total, training = self.done, self.job.options, self.job.total_steps, self.training
         due = lambda every, moment: here().first(every.due(done.step, total, time.monotonic() - moment))
         if done.step == 0 or due(o.eval_every, self.evaluated):  # also one that a signal broke off
@@ -168,7 +169,7 @@ class Run:
             self.evaluate_general()
         self.energy()  # from here
         while done.step < self.stop.last and not (o.patience and done.worse >= o.patience):
-            self.step(ahead)
+            self.step(batches)
             if due(o.eval_every, self.evaluated):
                 self.evaluate()  # before a snapshot, which records the best so far
             if due(o.export_every, self.exported):
@@ -185,7 +186,7 @@ class Run:
 
     # ------------------------------------------------------------ a step
 
-    def step(self, ahead: Ahead[int, list[InRam]]) -> None:
+    def step(self, batches: Iterator[list[InRam]]) -> None:
         job, done, training, group = self.job, self.done, self.training, here()
         queues, number, began = training.queues, done.step + 1, time.perf_counter()
         self.stop.step, moved = number, queues.moved.copy()
@@ -193,7 +194,7 @@ class Run:
         o, total = job.options, job.total_steps
         rate = learning_rate(number, total, o.lr or 0.0, o.schedule, o.warmup_steps(total))
         with screen.clock().at("steps"), training.watched(f"step {number:,}"):
-            batch = ahead.take(done.step, number if number < job.total_steps else None)
+            batch = next(batches)
             tokens = sum(mb.tokens for mb in batch)
             loads = [make_load(job.cfg, tokens, job.options.router_aux, device) for device in queues.devices]
             weight, correct = sum(mb.weight for mb in batch), training.evaluator.counter(job.preference)

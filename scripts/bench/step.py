@@ -30,7 +30,6 @@ from trireme.engine.amounts import gib, size
 from trireme.engine.buffers import usage
 from trireme.engine.build import Engine, inputs_on
 from trireme.engine.check.steps import make_batch, random_engine
-from trireme.engine.data.dataset import MicroBatch
 from trireme.engine.optimizer import StepStats
 from trireme.engine.plan import DoesNotFit, Limits, Plan
 from trireme.engine.planner.choose import choose
@@ -48,6 +47,7 @@ from trireme.engine.step import train_step
 from trireme.engine.tuning.chosen import aware
 from trireme.engine.tuning.quantized import BASES
 from trireme.models.config import ModelConfig
+from trireme.models.losses.micro_batch import MicroBatch
 from trireme.models.losses.preferences import METHODS, Preference
 from trireme.models.rows import Tables, rope_tables
 from trireme.models.sizes import costs, narrow, shapes

@@ -10,7 +10,7 @@ import pytest
 import torch
 from engines import LLAMA, batches, fork, gpu_plan, lent, make, relayed, train
 
-from trireme.engine.build import Ahead, in_ram, inputs_on, placed
+from trireme.engine.build import ahead, in_ram, inputs_on, placed
 from trireme.engine.plan import UnitPlan
 from trireme.engine.queues.names import PEERS, QUEUES, STREAMED, TITLES, kind_of, queues_of
 from trireme.engine.queues.real import RealQueues
@@ -177,13 +177,13 @@ def test_the_following_value_is_made_once_by_another_thread():
         made.append((key, threading.current_thread()))
         return 10 // key
 
-    ahead = Ahead(make)
-    assert [ahead.take(1, 2), ahead.take(2, 5), ahead.take(5, 3), ahead.take(10, 0)] == [10, 5, 2, 1]
-    assert [key for key, _ in made][:5] == [1, 2, 5, 3, 10]
+    values = ahead(make, [1, 2, 5, 0, 10])
+    assert [next(values), next(values)] == [10, 5]
+    assert next(values) == 2
+    assert [key for key, _ in made][:3] == [1, 2, 5]
     assert threading.current_thread() not in {thread for _, thread in made}
     with pytest.raises(ZeroDivisionError):
-        ahead.take(0, None)
-    ahead.close()
+        next(values)
 
 
 def test_inputs_by_way_of_ram_are_the_micro_batch():

@@ -38,7 +38,7 @@ from stores import OneDrive
 from trireme.engine import geometry
 from trireme.engine.between import Reader
 from trireme.engine.buffers import usage
-from trireme.engine.build import Inputs, build, documents_of, in_ram, inputs_on, placed
+from trireme.engine.build import Inputs, build, in_ram, inputs_on, placed
 from trireme.engine.placement import Entry
 from trireme.engine.plan import TIERS, UnitPlan
 from trireme.engine.planner.rates import Rates
@@ -419,7 +419,7 @@ def test_ktos_counterparts_are_only_read_forward():
     (step,), of = pairs(LLAMA, 1, 3, 24, kto=True), Preference("kto")
     e = make(LLAMA, gpu_plan(LLAMA, n_micro=3), RealQueues("cpu", extra=("poison",)))
     places = [(rope_tables(LLAMA, 64, "cpu"), "cpu")]
-    docs, losses = [documents_of(mb) for mb in step], evaluate(e, [inputs_on(LLAMA, mb, places) for mb in step])
+    docs, losses = [mb.documents for mb in step], evaluate(e, [inputs_on(LLAMA, mb, places) for mb in step])
     logps = np.concatenate([each.sums(loss.numpy()) for each, loss in zip(docs, losses, strict=True)])
     expected = compare(of, joined(docs), logps)
     micro = [in_ram(LLAMA, mb, apart=True) for mb in step]

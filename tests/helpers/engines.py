@@ -25,7 +25,6 @@ import torch
 from trireme.engine import geometry
 from trireme.engine.between import Reader
 from trireme.engine.build import Engine, InRam, build, in_ram, placed, with_dropout
-from trireme.engine.data.dataset import MicroBatch
 from trireme.engine.exchange import Exchange, fetch, fill, fill_base
 from trireme.engine.memory import Buffer, Pool
 from trireme.engine.plan import TIERS, Limits, Plan, UnitPlan
@@ -42,9 +41,11 @@ from trireme.models import hf
 from trireme.models.config import Lora, ModelConfig, parse_config, read_config, with_experts
 from trireme.models.families.packing import FP8 as FP8_BLOCKS
 from trireme.models.families.packing import MODELOPT, MXFP4
+from trireme.models.losses.micro_batch import MicroBatch
 from trireme.models.rows import make_load, rope_tables
 from trireme.models.sizes import narrow, shapes
 from trireme.models.sizes.shapes import stored_tensors
+from trireme.storage.scratch import Scratch
 
 LIMITS = Limits(1 << 30, 1 << 30)
 TINY = dict(
@@ -179,10 +180,11 @@ class MemoryStore:
     verify = read
 
 
-class MemoryScratch:
+class MemoryScratch(Scratch):
     """The scratch file of swapped activations and waiting gradients, in memory."""
 
     def __init__(self):
+        super().__init__()
         self.bytes = bytearray(1 << 22)
 
     def write(self, offset: int, buffer: memoryview, later: bool = False) -> Future:
@@ -333,7 +335,7 @@ def poisoned(queues):
 
 
 class Batch:
-    """A data.MicroBatch of random tokens."""
+    """A MicroBatch of random tokens."""
 
     def __init__(self, vocab: int, lengths: tuple[int, ...], seed: int, weights=None, reference=None):
         self.weights, self.reference, self.taught = weights, reference, None
@@ -345,8 +347,7 @@ class Batch:
         labels[np.cumsum(lengths) - 1] = -100
         self.labels = labels
 
-    def halves(self):
-        return MicroBatch(self.ids, self.labels, self.lengths, self.weights, self.reference).halves()
+    documents, halves = MicroBatch.documents, MicroBatch.halves
 
 
 def batches(cfg: ModelConfig, steps: int, n_micro: int, tokens: int) -> list[list[Batch]]:

@@ -13,11 +13,11 @@ from tiny import CASES, Tiny, oracle, oracle_generate
 from wrapped import either
 
 from trireme.engine.buffers import workspace
-from trireme.engine.data.dataset import MicroBatch
 from trireme.engine.plan import Limits, UnitPlan
 from trireme.engine.run import evaluate
 from trireme.models.config import InputError, read_config
 from trireme.models.generate import generate, needs
+from trireme.models.losses.micro_batch import MicroBatch
 
 pytestmark = pytest.mark.grid
 

@@ -26,7 +26,7 @@ def devices(tmp_path):
 
 def claimed(devices, nbytes):
     s = Scratch()
-    s.reserve(nbytes)
+    assert s.reserve(nbytes) == 0
     s.claim(devices)
     return s
 

@@ -43,7 +43,7 @@ from safetensors.numpy import save
 from trireme.engine.amounts import count
 from trireme.engine.build import in_ram
 from trireme.engine.data.codec import Codec
-from trireme.engine.data.dataset import Dataset, MicroBatch
+from trireme.engine.data.dataset import Dataset
 from trireme.engine.data.taught import FORMAT, NAMES, part_sum, places_of
 from trireme.engine.layers import head_losses
 from trireme.engine.run import screen
@@ -55,6 +55,7 @@ from trireme.engine.step import forward
 from trireme.engine.tuning.base import stamps
 from trireme.models import head
 from trireme.models.config import InputError
+from trireme.models.losses.micro_batch import MicroBatch
 from trireme.storage.files import replace_synced
 from trireme.storage.temporary import Temporary
 
