@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from trireme.engine.tuning.packed_source import Made, Packed
 from trireme.models.config import NF4
 from trireme.storage.checkpoint import Source, SourceTensor
 from trireme.storage.headers import CheckpointError
@@ -54,29 +55,31 @@ class Nested:
         return np.concatenate(codes).astype(np.uint8), most.view(np.uint8)
 
 
-@dataclass(frozen=True)
-class Matrix:
-    """A matrix in NF4."""
-
-    shape: tuple[int, int]
-    stored: tuple[str, ...]  # names of its tensors in files
-    parts: tuple[SourceTensor, SourceTensor]  # codes and scales, in memory
-    nested: Nested | None  # what computes its scales if no file has them
-
-
-def matrices(source: Source) -> dict[str, Matrix]:
-    """The matrices in NF4, by name. Raises CheckpointError."""
+def in_nf4(source: Source) -> Packed:
+    """The checkpoint with its matrices in NF4 as packed ones. Raises CheckpointError."""
     for stored in source.tensors:
         if kind := next((kind for end, kind in OTHERS.items() if stored.endswith(end)), ""):
             what = f"weights that bitsandbytes quantized to {kind}, which is not read"
             raise CheckpointError(f"{source.named(stored)} is of {what}. Take the BF16 original.")
-    names = [stored.removesuffix(STATE) for stored in source.tensors if stored.endswith(STATE)]
-    return {name: _matrix(source, name) for name in names}
+    tensors, parts, made = dict(source.tensors), dict[str, SourceTensor](), dict[str, Made]()
+    for name in [stored.removesuffix(STATE) for stored in source.tensors if stored.endswith(STATE)]:
+        state = _state(source, name)
+        shape, nested = (state["shape"][0], state["shape"][1]), "nested_offset" in state
+        there = {part: tensors.pop(part) for part in _checked(source, name, shape, nested)}
+        del tensors[name + STATE]
+        tensors[name] = SourceTensor("BF16", shape, "", 0)
+        codes, scales = (name + part.suffix for part in NF4.parts)
+        of_codes, of_scales = NF4.shapes(shape)
+        parts |= {codes: there[name]._replace(shape=of_codes), scales: there[name + SCALES]._replace(shape=of_scales)}
+        if nested:
+            table, offset = source.read(name + NESTED_MAP).view(np.float32), np.float32(state["nested_offset"])
+            parts[scales] = SourceTensor("F32", of_scales, "", 0)
+            made[scales] = Nested(source, there[name + SCALES], there[name + NESTED], table, offset)
+    return Packed(source.folder, source.files, tensors, source.auxiliary, NF4, parts, made)
 
 
-def _matrix(source: Source, name: str) -> Matrix:
-    state = _state(source, name)
-    shape, nested = (state["shape"][0], state["shape"][1]), "nested_offset" in state
+def _checked(source: Source, name: str, shape: tuple[int, int], nested: bool) -> list[str]:
+    """The names of a matrix's tensors but its state. Raises CheckpointError if one is missing or has another form."""
     groups = -(-prod(shape) // NF4.block[1])
     wanted = {name: ("U8", prod(shape) // 2), name + SCALES: ("U8" if nested else "F32", groups)}
     wanted |= {name + MAP: ("F32", 16)}
@@ -88,16 +91,7 @@ def _matrix(source: Source, name: str) -> Matrix:
         if (t.dtype, t.numel) != form:
             what = f"of a matrix of {list(shape)} in NF4 it is {form[0]} with {form[1]:,} elements"
             raise CheckpointError(f"{source.named(part)} is {t.dtype} {list(t.shape)}; {what}.")
-    codes, scales = (
-        source.tensors[part]._replace(shape=own)
-        for part, own in zip((name, name + SCALES), NF4.shapes(shape), strict=True)
-    )
-    stored = (*wanted, name + STATE)
-    if not nested:
-        return Matrix(shape, stored, (codes, scales), None)
-    table, offset = source.read(name + NESTED_MAP).view(np.float32), np.float32(state["nested_offset"])
-    made = Nested(source, source.tensors[name + SCALES], source.tensors[name + NESTED], table, offset)
-    return Matrix(shape, stored, (codes, SourceTensor("F32", scales.shape, "", 0)), made)
+    return list(wanted)
 
 
 def _state(source: Source, name: str) -> dict[str, Any]:

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +20,12 @@ from trireme.engine.placement import Progress, silent
 from trireme.engine.tuning.adapters import Adapter
 from trireme.engine.tuning.base import check_unchanged, stamps
 from trireme.engine.tuning.headed import headed
-from trireme.engine.tuning.packed_source import Packed, packed_in, strips, unpacked
+from trireme.engine.tuning.packed_source import Packed, by_strips, packed_in, unpacked
 from trireme.engine.tuning.peft import read_adapter
 from trireme.engine.tuning.repacked import repacked
 from trireme.engine.tuning.rewritten import Values, entries_of, rewritten
 from trireme.models import hf
 from trireme.models.config import InputError, ModelConfig
-from trireme.models.encoding import arrays
 from trireme.models.sizes import shapes
 from trireme.storage.auxiliary import TOKENIZER, auxiliary_files, content_of
 from trireme.storage.checkpoint import Source, convert, dtype_of, export, is_finite, joined
@@ -38,7 +36,6 @@ CPU = torch.device("cpu")
 AT_ONCE, ON_GPU = 1 << 20, 1 << 23  # elements of a matrix in memory
 ELEMENT = 32  # bytes that one needs while it is encoded
 WRITERS = 4  # files written at once: while one waits for the drive, others are read and computed
-Factors = list[tuple[Tensor, Tensor]]  # (left (rows, R), right (R, columns)) of each matrix
 
 
 @contextmanager
@@ -141,20 +138,17 @@ class Sum:
                 pieces = _finite((convert(piece, dtype_of(piece), t.dtype) for piece in pieces), self._beyond(stored))
             yield from pieces
             return
-        columns, last = t.shape[-1], t.numel if last is None else last
         packed = packed_in(self.source, stored)
         packing = packed.packing.of(stored) if packed else None
-        for a, b in chain.from_iterable(strips(packing, t.shape, self.at_once)):
-            begin, end = max(first - a * columns, 0), min(last, b * columns) - a * columns
-            if begin < end:
-                yield arrays([self.rows(stored, a, b, t.dtype)])[0][begin:end]
+        yield from by_strips(partial(self.rows, stored, dtype=t.dtype), packing, t.shape, self.at_once, first, last)
 
     def rows(self, stored: str, first: int, last: int, dtype: str = "F32") -> Tensor:
         """Rows [first, last) of a matrix, or of one of those of all experts, which are counted one after another, on
         the device. Raises InputError.
         """
-        x, (module, pairs) = self._without(stored, first, last), self._factors(stored)
-        if pairs:
+        x = self._without(stored, first, last)
+        if module := self._module(stored):
+            pairs = self._factors(stored, module)
             matrix, row = divmod(first, len(pairs[0][0]))
             left, right = pairs[matrix]
             part = left[row : row + last - first].to(self.device)
@@ -190,23 +184,20 @@ class Sum:
         modules = name.removesuffix(".weight"), shapes.within_experts(self.cfg, name)[0]
         return next((module for module in modules if module in self.adapter.ranks), "")
 
-    def _factors(self, stored: str) -> tuple[str, Factors]:
-        """(the module with an adapter, the two factors that are added to each matrix in a tensor; none without one)."""
-        cfg, name, module = self.cfg, self.names[stored] or "", self._module(stored)
-        if not module:
-            return module, []
-        parts = shapes.adapter_names(module)
+    def _factors(self, stored: str, module: str) -> list[tuple[Tensor, Tensor]]:
+        """Of each matrix in a tensor the two factors that are added to it: (rows, R) and (R, columns)."""
+        cfg, parts = self.cfg, shapes.adapter_names(module)
         if not shapes.adapts_experts(parts[0]):
             a, b = map(self.tensor, parts)
             in_out = module == cfg.names.embed or (cfg.names.in_out and module != cfg.names.output)
-            return module, [(a.T, b.T) if in_out else (b, a)]
-        _, expert, half = shapes.within_experts(cfg, name)
+            return [(a.T, b.T) if in_out else (b, a)]
+        _, expert, half = shapes.within_experts(cfg, self.names[stored] or "")
         downs, ups = (self.tensor(part).unflatten(0, (-1, self.adapter.ranks[module])) for part in parts)
         if expert is None:
             both = zip(downs, ups, strict=True)
-            return module, [(down.T, up) if cfg.names.mlp.experts_in_out else (up.T, down) for down, up in both]
+            return [(down.T, up) if cfg.names.mlp.experts_in_out else (up.T, down) for down, up in both]
         up = ups[expert].T
-        return module, [(up if half is None else up.chunk(2)[half], downs[expert])]
+        return [(up if half is None else up.chunk(2)[half], downs[expert])]
 
 
 def merged(cfg: ModelConfig, adapter: Adapter, source: Packed) -> Source:

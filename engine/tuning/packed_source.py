@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import chain
 from math import prod
 from pathlib import Path
@@ -78,7 +79,8 @@ class Packed(Source):
             for a in range(first, last, CHUNK // 4):
                 yield self._of_part(name, a, min(a + CHUNK // 4, last))
         elif self.packs(name):
-            yield from self._decoded(name, first, last, "F32" if name in self.wide else "BF16")
+            rows = partial(self.rows, name, dtype="F32" if name in self.wide else "BF16")
+            yield from by_strips(rows, self.packing.of(name), self.tensors[name].shape, STRIP, first, last)
         else:
             yield from super().values(name, first, last)
 
@@ -89,17 +91,6 @@ class Packed(Source):
         size = ITEMSIZE[t.dtype]
         content = self.bytes_of(t.file, t.offset + first * size, (last - first) * size)
         return content.view(OF_PARTS.get(t.dtype, np.uint8))
-
-    def _decoded(self, name: str, first: int, last: int | None, dtype: str) -> Iterator[np.ndarray]:
-        """Yields decoded values, by whole experts or by some rows of a matrix."""
-        from trireme.models.encoding import arrays
-
-        shape = self.tensors[name].shape
-        columns, last = shape[-1], prod(shape) if last is None else last
-        for a, b in chain.from_iterable(strips(self.packing.of(name), shape, STRIP)):
-            begin, end = max(first - a * columns, 0), min(last, b * columns) - a * columns
-            if begin < end:
-                yield arrays([self.rows(name, a, b, dtype)])[0][begin:end]
 
     def rows(self, name: str, first: int, last: int, dtype: str = "F32", device: torch.device | str = "cpu") -> Tensor:
         """Rows [first, last) of a matrix, or of one of those of all experts, which are counted one after another, from
@@ -134,6 +125,20 @@ def strip_height(packing: Packing | None, shape: tuple[int, ...], most: int) -> 
     rows, columns = shape[-2:]
     step = packing.step((rows, columns)) if packing else 1
     return min(rows, max(1, most // (columns * step)) * step)
+
+
+def by_strips(
+    rows: Callable[[int, int], Tensor], packing: Packing | None, shape: tuple[int, ...], most: int,
+    first: int, last: int | None,
+) -> Iterator[np.ndarray]:  # fmt: skip
+    """Yields elements [first, last) of a tensor of `shape`, of which rows(a, b) makes those of a strip."""
+    from trireme.models.encoding import arrays
+
+    columns, last = shape[-1], prod(shape) if last is None else last
+    for a, b in chain.from_iterable(strips(packing, shape, most)):
+        begin, end = max(first - a * columns, 0), min(last, b * columns) - a * columns
+        if begin < end:
+            yield arrays([rows(a, b)])[0][begin:end]
 
 
 def packed_in(source: Source, name: str) -> Packed | None:

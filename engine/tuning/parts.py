@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from trireme.engine.tuning import bitsandbytes
-from trireme.engine.tuning.packed_source import OF_PACKINGS, Made, Packed, globs
+from trireme.engine.tuning.packed_source import OF_PACKINGS, Packed, globs
 from trireme.models import hf
 from trireme.models.config import BY_ROW, MXFP4, NF4, PACKINGS, UNUSED, WHOLE, ModelConfig, Packing
 from trireme.models.sizes import shapes
@@ -35,7 +35,7 @@ def open_checkpoint(folder: str | Path, packing: Packing | None = None, say: Say
             raise CheckpointError(_unsaid(source.folder, row or NF4))
         return source
     packing = _as_spelled(source, packing)
-    opened = _in_nf4(source) if packing is NF4 else _packed(source, packing, _parts(source, packing), say)
+    opened = bitsandbytes.in_nf4(source) if packing is NF4 else _packed(source, packing, _parts(source, packing), say)
     if not opened.parts:
         what = f'config.json has a "quantization_config" of {packing.word}, but no tensor is in it'
         say(f"note: {source.folder}: {what}: all are read as they are")
@@ -79,18 +79,6 @@ def _as_spelled(source: Source, packing: Packing) -> Packing:
     if packing.code != "e4m3" or ends(packing.parts[1]) or not ends(BY_ROW.parts[1]):
         return packing
     return BY_ROW.scaled(WHOLE, WHOLE)
-
-
-def _in_nf4(source: Source) -> Packed:
-    tensors, parts, made = dict(source.tensors), dict[str, SourceTensor](), dict[str, Made]()
-    for name, matrix in bitsandbytes.matrices(source).items():
-        for stored in matrix.stored:
-            del tensors[stored]
-        tensors[name] = SourceTensor("BF16", matrix.shape, "", 0)
-        names = [name + part.suffix for part in NF4.parts]
-        parts |= dict(zip(names, matrix.parts, strict=True))
-        made |= {names[1]: matrix.nested} if matrix.nested else {}
-    return Packed(source.folder, source.files, tensors, source.auxiliary, NF4, parts, made)
 
 
 def _parts(source: Source, packing: Packing) -> dict[str, tuple[str, ...]]:

@@ -46,11 +46,8 @@ class Encoder:
 
     def part(self, part: int, first: int, last: int) -> np.ndarray:
         """Elements [first, last) of the codes (part 0) or of the scales (1), flat, computed each time."""
-        (rows, columns), step, result = (
-            self.shape[-2:],
-            strip_height(self.packing, self.shape, STRIP),
-            list[np.ndarray](),
-        )
+        (rows, columns), result = self.shape[-2:], list[np.ndarray]()
+        step = strip_height(self.packing, self.shape, STRIP)
         of_matrix, size = (prod(self.packing.shapes((n, columns))[part]) for n in (rows, step))
         for m in range(first // of_matrix, -(-last // of_matrix)):
             begin, end = max(first - m * of_matrix, 0), min(last - m * of_matrix, of_matrix)

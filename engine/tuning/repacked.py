@@ -101,10 +101,8 @@ class Repacked:
 
     def errors(self) -> str:
         """The relative error of rounding by kind of matrix, for the user."""
-        sums = {kind: map(sum, zip(*squares, strict=True)) for kind, squares in self.squares.items()}
-        return ", ".join(
-            f"{kind} {sqrt(changed / all_ if all_ else 0.0):.2%}" for kind, (changed, all_) in sums.items()
-        )
+        sums = {kind: [sum(strip) for strip in zip(*squares, strict=True)] for kind, squares in self.squares.items()}
+        return ", ".join(f"{kind} {sqrt(changed / (of_all or 1.0)):.2%}" for kind, (changed, of_all) in sums.items())
 
 
 def repacked(source: Packed, rows: Mapping[str, Rows], most: int) -> Repacked:

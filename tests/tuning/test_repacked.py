@@ -5,11 +5,9 @@ import re
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from kernel_checks import DEVICES
-from packed_files import FORMATS, in_fp4, write_packed
+from packed_files import FORMATS, write_packed
 from safetensors.torch import load_file, save_file
 
 import trireme
@@ -118,22 +116,6 @@ def test_an_adapter_that_adds_nothing_leaves_the_values(form, tmp_path):
         again = torch.from_numpy(joined(source.values(name)))
         error = (again.view(decoded[name].shape) - decoded[name]).norm() / decoded[name].norm()
         assert error < 0.03
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_experts_of_gpt_oss_keep_their_order(device, tmp_path):
-    """They are stored (out, in) and computed (in, out)."""
-    source, decoded = packed(tmp_path, "gpt-oss")
-    name = "model.layers.0.mlp.experts.gate_up_proj"
-    noise = 0.1 * torch.randn(decoded[name].shape, generator=torch.Generator().manual_seed(1))
-    values, added = decoded[name] + noise, noise.flatten(0, 1).to(device)
-    new = repacked(source, {name: lambda a, b: source.rows(name, a, b, device=device) + added[a:b]}, 1 << 18)
-    blocks, scales = (np.concatenate(list(new.values(name + end))) for end in ("_blocks", "_scales"))
-    for i, matrix in enumerate(values):
-        parts, _ = in_fp4(matrix.T, "mxfp4")
-        each = len(blocks) // len(values), len(scales) // len(values)
-        assert np.array_equal(blocks[i * each[0] : (i + 1) * each[0]], parts[".weight_packed"].numpy().flatten())
-        assert np.array_equal(scales[i * each[1] : (i + 1) * each[1]], parts[".weight_scale"].numpy().flatten())
 
 
 def test_an_adapter_with_another_vocabulary_is_refused(tmp_path):
