@@ -26,6 +26,7 @@ from trireme.storage.files import (
     as_store_error,
     check_space,
     partial_of,
+    read_into,
     stream,
     sync_folder,
     to_stderr,
@@ -107,6 +108,9 @@ class Source:
     def bytes_of(self, file: str, offset: int, nbytes: int) -> np.ndarray:
         """Bytes of a file, (nbytes,) uint8. Raises StoreError."""
         out, filled = np.empty(nbytes, np.uint8), 0
+        if nbytes <= CHUNK:  # without threads and buffers
+            read_into(memoryview(out), self.folder / file, offset)
+            return out
         for chunk in _chunks(self.folder / file, offset, nbytes):
             out[filled : filled + len(chunk)] = chunk
             filled += len(chunk)

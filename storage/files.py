@@ -175,6 +175,18 @@ def stream(path: AnyPath, offset: int = 0, nbytes: int | None = None, block: int
             os.close(fd)
 
 
+def read_into(buffer: memoryview, path: AnyPath, offset: int) -> None:
+    """Fills the buffer with bytes of a file from `offset` on, and leaves none in the page cache. Raises StoreError."""
+    try:
+        with open(path, "rb", buffering=0) as file:
+            filled = len(_read(file.fileno(), buffer, offset))
+            os.posix_fadvise(file.fileno(), offset, len(buffer), os.POSIX_FADV_DONTNEED)
+    except OSError as e:
+        raise as_store_error(e, path) from e
+    if filled < len(buffer):
+        raise StoreError(errno.EIO, f"ends at byte {offset + filled}; it was longer before", str(path))
+
+
 def _read(fd: int, buffer: memoryview, offset: int) -> memoryview:
     """Fills the buffer from the file; returns the part that was filled."""
     filled = 0
