@@ -295,6 +295,7 @@ class Scan(NamedTuple):
     keys: int  # columns of keys, and of values, that _gradients takes at a time
     values: int
     warps: int  # of _gradients
+    stages: int  # of _walk_back: chunks that are read while one is computed, and that one
     precision: Literal["ieee", "tf32"]  # of fp32 products; those of bf16 are exact
 
 
@@ -304,6 +305,7 @@ def scan(device: torch.device, D: int, E: int, itemsize: int) -> Scan:
     width, columns, here = max(16, power2(D)), max(16, power2(E)), chip(device).arch
     if itemsize == 4 or here == 0:
         few = min(16, columns)
-        return Scan(ROWS_OF_SCANS, width, few, min(32, width), few, 4, "ieee")
-    block = min(64 if max(width, columns) <= 128 else 32, columns)
-    return Scan(ROWS_OF_SCANS, width, block, min(64, width), min(64, columns), 8, "tf32")
+        return Scan(ROWS_OF_SCANS, width, few, min(32, width), few, 4, 1, "ieee")
+    small = max(width, columns) <= 128
+    block, stages = min(64 if small else 32, columns), 1 if here // 10 == 12 else 2  # two would spill
+    return Scan(ROWS_OF_SCANS, width, block, min(64, width), min(64, columns), 4 if small else 8, stages, "tf32")

@@ -86,7 +86,8 @@ def scan_bwd(
     d_states, d_deltas = torch.empty_like(states), torch.empty(v.shape, dtype=v.dtype, device=v.device)
     backward._walk_back[(len(docs.lengths) * H * cdiv(E, set_.columns),)](
         dout, q, k, g, beta, docs.cu_seqlens, T, P, d_deltas, d_states, q.stride(0), k.stride(0),
-        K, H, D, E, set_.rows, set_.width, set_.columns, set_.precision, num_warps=WARPS, num_stages=1,
+        K, H, D, E, set_.rows, set_.width, set_.columns, set_.precision, num_warps=WARPS,
+        num_stages=set_.stages,
     )  # fmt: skip
     del T, P
     tiles = docs.query_tiles[set_.rows]
