@@ -109,7 +109,7 @@ class Source:
         """Bytes of a file, (nbytes,) uint8. Raises StoreError."""
         out, filled = np.empty(nbytes, np.uint8), 0
         if nbytes <= CHUNK:  # without threads and buffers
-            read_into(memoryview(out), self.folder / file, offset)
+            read_into(out.data, self.folder / file, offset)
             return out
         for chunk in _chunks(self.folder / file, offset, nbytes):
             out[filled : filled + len(chunk)] = chunk
