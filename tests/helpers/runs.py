@@ -121,20 +121,6 @@ def stopped(run: Options, step: int, monkeypatch) -> None:
         train(run)
 
 
-def check_same(one: Options, other: Options) -> None:
-    """Two runs have logged the same losses, and left the same weights."""
-    assert losses(Path(one.out)) == losses(Path(other.out))
-    assert weights(one.out) == weights(other.out)
-
-
-def check_stopped(whole: Options, parts: Options, monkeypatch) -> None:
-    """A run that is stopped in a step and resumed ends as the whole one."""
-    train(whole)
-    stopped(parts, 2, monkeypatch)
-    train(replace(parts, resume=parts.out))
-    check_same(whole, parts)
-
-
 def hold(step: int, change: Callable[[object, str, object], None] = setattr) -> None:
     """Runs begun from now on wait in a step to be killed, or asked to stop: however late that comes.
 

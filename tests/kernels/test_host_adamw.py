@@ -110,15 +110,6 @@ def test_weights_then_moments_leave_the_same_bits(split, grad_dtype, monkeypatch
     both(in_parts, tensors)
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("split", [False, True])
-@pytest.mark.parametrize("grad_dtype", [BF16, F32])
-def test_across_records(split, grad_dtype):
-    n = 2 * host_adamw.RECORD + 12_345
-    for n_decay in (0, 1, host_adamw.RECORD - 1, host_adamw.RECORD, host_adamw.RECORD + 1, n):
-        both(host_adamw.adamw_, state(n, split, grad_dtype), n_decay=n_decay)
-
-
 def test_every_gradient_bit_pattern():
     """All finite bf16 gradients, against states from zero to huge."""
     grad = torch.arange(-(1 << 15), 1 << 15, dtype=torch.int32).to(torch.int16).view(BF16)
@@ -249,10 +240,11 @@ def test_narrow_unit_may_be_cut(width):
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
 def test_thread_count_changes_nothing(threads):
-    n = 3 * host_adamw.RECORD + 1001
-    tensors = state(n, True, BF16)
+    """Nor where decay ends within a record, or between two."""
+    tensors = state(3 * host_adamw.RECORD + 1001, True, BF16)
     with host_adamw.Workers(threads) as workers:
-        both(workers.adamw_, tensors, n_decay=host_adamw.RECORD + 7)
+        for n_decay in (host_adamw.RECORD - 1, host_adamw.RECORD, host_adamw.RECORD + 7):
+            both(workers.adamw_, tensors, n_decay=n_decay)
 
 
 @needs_compiler
