@@ -178,7 +178,7 @@ def stream(path: AnyPath, offset: int = 0, nbytes: int | None = None, block: int
 def read_into(buffer: memoryview, path: AnyPath, offset: int) -> None:
     """Fills the buffer with bytes of a file from `offset` on, and leaves none in the page cache. Raises StoreError."""
     try:
-        with open(path, "rb", buffering=0) as file:
+        with Path(path).open("rb", buffering=0) as file:
             filled = len(_read(file.fileno(), buffer, offset))
             os.posix_fadvise(file.fileno(), offset, len(buffer), os.POSIX_FADV_DONTNEED)
     except OSError as e:

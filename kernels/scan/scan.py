@@ -86,8 +86,7 @@ def scan_bwd(
     d_states, d_deltas = torch.empty_like(states), torch.empty(v.shape, dtype=v.dtype, device=v.device)
     backward._walk_back[(len(docs.lengths) * H * cdiv(E, set_.columns),)](
         dout, q, k, g, beta, docs.cu_seqlens, T, P, d_deltas, d_states, q.stride(0), k.stride(0),
-        K, H, D, E, set_.rows, set_.width, set_.columns, set_.precision, num_warps=WARPS,
-        num_stages=set_.stages,
+        K, H, D, E, set_.rows, set_.width, set_.columns, set_.precision, num_warps=WARPS, num_stages=set_.stages,
     )  # fmt: skip
     del T, P
     tiles = docs.query_tiles[set_.rows]
@@ -106,8 +105,7 @@ def scan_bwd(
 
 
 def _checked(a: _Inputs, skip: Tensor | None) -> _Inputs:
-    K, H, _, E = a.shape
-    N = len(a.q)
+    (N, K), (H, E) = a.k.shape[:2], a.v.shape[1:]
     assert H % K == 0
     assert a.q.shape == a.k.shape
     assert a.g.shape == a.beta.shape == (N, H)
