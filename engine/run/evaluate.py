@@ -1,42 +1,32 @@
-"""Evaluation by the engine: the loss of a data set, samples; of a run what its loss compares with."""
+"""Evaluation by the engine: the loss of a data set, log-probabilities, samples."""
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import reduce
 from itertools import chain, islice
 from operator import add
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 
-from trireme.engine.amounts import count, seconds
 from trireme.engine.buffers import workspace
 from trireme.engine.build import Engine, Inputs, InRam, dealt, in_ram, placed, shares
 from trireme.engine.data.codec import Codec
 from trireme.engine.data.dataset import Dataset
-from trireme.engine.data.taught import is_scores, read_names, taught_by
 from trireme.engine.hosts.group import here
 from trireme.engine.memory import DTYPE
 from trireme.engine.planner.rule import largest
 from trireme.engine.queues.names import numbered
-from trireme.engine.run import folder, screen
-from trireme.engine.run.record import Reference, Snapshot
+from trireme.engine.run import screen
 from trireme.engine.step import evaluate, metrics_of, stream_layers
-from trireme.models.config import InputError
 from trireme.models.generate import generate, needs
 from trireme.models.losses.preferences import Documents, Preference, compare, joined
 from trireme.models.rows import Load, rope_tables
-
-if TYPE_CHECKING:
-    from trireme.engine.run.job import Job
-    from trireme.engine.run.state import Training
 
 LEAD, FIRST, MAX_NEW = 8, 100, 48  # tokens of a prompt from running text; sequences searched for prompts; new tokens
 LONGEST = 60.0  # seconds for samples: each token is a pass over all weights
@@ -145,65 +135,6 @@ def in_order(step: Sequence[InRam], losses: Sequence[torch.Tensor]) -> list[floa
     pairs = zip(docs[group.host], losses, strict=False)
     logps = [logp for of, x in pairs for logp in of.sums(x.cpu().numpy())]
     return group.numbers(logps, sum(len(of.lengths) for share in docs for of in share))
-
-
-# ---------------------------------------------------------------- the reference: the model before training
-
-
-def with_reference(run: Training, stopped: Stopped) -> None:
-    """Gives the run's data the log-probabilities of the model before training, if the method compares with them.
-
-    A resumed run has them in .run/reference.json. Raises InputError, StoreError; KeyboardInterrupt if `stopped()`.
-    """
-    job, path = run.job, run.folder.run / folder.REFERENCE
-    if job.preference is None or not job.preference.compares:
-        return
-    data = [job.data, *([job.data.held_out] if job.data.held_out else [])]
-    total = sum(len(part.pieces) for part in data)
-    if not run.snapshot:
-        began = time.monotonic()
-        with screen.clock().at("reference"), run.watched("the reference"):
-            logps = run.evaluator.logps(data, stopped)
-        if len(logps) < total:
-            raise KeyboardInterrupt
-        if not here().host:
-            folder.write_record(path, Reference(logps))
-        pairs = count(total // 2, "answer" if job.data.options.kind == "labels" else "pair")
-        screen.say(f"compared {pairs}: the reference took {seconds(time.monotonic() - began)}")
-    known = folder.read_record(path, Reference)  # of host 0
-    logps = json.loads(here().texts(json.dumps(known.logps if known else []))[0])
-    if len(logps) != total:
-        raise InputError(f"--resume {job.out}: {path} is lost or damaged. Restore it from a copy, or start again.")
-    n, held = len(job.data.pieces), job.data.held_out
-    held = held and replace(held, reference=np.array(logps[n:], np.float64))
-    run.job = replace(job, read=replace(job.data, reference=np.array(logps[:n], np.float64), held_out=held))
-
-
-# ---------------------------------------------------------------- a teacher
-
-
-def with_teacher(job: Job, place: folder.Folder, snapshot: Snapshot | None) -> Job:
-    """The job with the teacher's rows in its data; a checkpoint scores the data first, into .run/teacher. A pass that
-    was killed goes on. Raises InputError, CheckpointError, DoesNotFit, StoreError.
-    """
-    teacher, teaching, held = job.options.teacher, job.cfg.teaching, job.data.held_out
-    if not teacher or teaching is None:
-        return job
-    scores, sources = Path(teacher), {"train": job.data} | ({"val": held} if held else {})
-    taught = lambda data: replace(data, teacher=taught_by(read_names(scores), data, job.cfg.vocab))
-    with screen.clock().at("reference"):
-        if not is_scores(scores):
-            scores = place.run / "teacher"
-            if not snapshot:
-                from trireme.engine.run.after import score  # late: it imports this folder's modules
-
-                score.write(scores, Path(teacher), sources, teaching.k, job.cfg.vocab, job.options)
-        read = [taught(data) for data in sources.values()]
-    data = replace(read[0], held_out=held and read[-1])
-    if snapshot and data.teacher and snapshot.fixed.teacher not in ("", data.teacher.key):
-        changed = f"the teacher {teacher} is not what the run began with"
-        raise InputError(f"--resume {job.out}: {changed}. Restore it, or start again.")
-    return replace(job, read=data)
 
 
 # ---------------------------------------------------------------- samples

@@ -7,7 +7,6 @@ import json
 import math
 import shutil
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import date
 from functools import cached_property
@@ -361,25 +360,3 @@ def check_room(job: Job) -> None:
         if need and total > free:
             way = "Free some, name another drive with --out or --store, or save less often with --save-every"
             raise DoesNotFit(f"{place}: the run writes {gb(total)} there, {gb(max(0, free))} are free. {way}.")
-
-
-# ---------------------------------------------------------------- what would fit
-
-
-def alternatives(o: Options) -> str:
-    """A sentence that offers the most exact of what would fit, with its step: 8-bit moments, adapters, a quantized
-    base, a smaller step.
-    """
-    frozen = bool(o.lora or o.adapter or o.freeze or o.train)
-    lora: dict[str, Any] = {} if frozen else {"lora": 16}
-    tries: list[dict[str, Any]] = [] if frozen else [{"adam_bits": 8}, lora]
-    tries += [] if o.base else [lora | {"base": "nf4"}]
-    tries += [(tries or [{}])[-1] | {"batch_size": max(1, o.batch_size // k)} for k in (2, 4, 16)]
-    for change in [] if o.resume or o.plan else tries:
-        with suppress(DoesNotFit, InputError, OSError):
-            job = make(replace(o, data=(), val=None, dry_run=True, **change), by_rule=True)
-            if not o.assume:
-                check_room(job)
-            speed = f", at most {job.forecast.step.step_s:.3g} s a step" if job.on_gpu else ""
-            return f" This fits: {' '.join(f'{flag(name)} {value}' for name, value in change.items())}{speed}."
-    return ""

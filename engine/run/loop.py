@@ -27,13 +27,13 @@ from trireme.engine.queues.names import READS
 from trireme.engine.queues.task import Task
 from trireme.engine.run import config_file, folder, report, screen
 from trireme.engine.run.after import hub
-from trireme.engine.run.evaluate import documents, with_reference, with_teacher
+from trireme.engine.run.evaluate import documents
 from trireme.engine.run.job import Job, check_paths
 from trireme.engine.run.log import Log, Record, Tracker, eval_line, load_record, trackers
 from trireme.engine.run.options import Options
 from trireme.engine.run.record import Snapshot
 from trireme.engine.run.signals import Stop, stop_signals
-from trireme.engine.run.state import Training, snapshot_of
+from trireme.engine.run.state import Training, snapshot_of, with_teacher
 from trireme.engine.step import train_step
 from trireme.models.config import InputError
 from trireme.models.rows import make_load, neftune
@@ -142,7 +142,7 @@ class Run:
         with screen.clock().at("load"), training.watched("loading"):
             training.build(stopped)
             training.load_snapshot(stopped) if snapshot else training.load_checkpoint(stopped)
-            with_reference(training, stopped)
+            training.load_reference(stopped)
         if stopped():
             raise KeyboardInterrupt
         self.stop.loading = False

@@ -92,7 +92,8 @@ class Planner:
                 if (spare := self.limits.both - need.both) < 0:
                     what = f"even the smallest plan needs {rounded_up(need.both)} of RAM, {rounded_up(-spare)} too much"
                     way = f"Raise --ram by {rounded_up(-spare * RECORDS)}" if self.options.ram else "Free some"
-                    raise DoesNotFit(f"{what}. {way}, or lower --seq-len or --batch-size.") from None
+                    lower = f"lower --seq-len{' or --batch-size' * (sequences > 1)}"
+                    raise DoesNotFit(f"{what}. {way}, or {lower}.") from None
                 return replace(need, gpu=need.gpu + spare // 2 // need.gpus, ram=need.ram + spare - spare // 2)
         return self.limits
 

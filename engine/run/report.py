@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +19,16 @@ from trireme.engine.planner.whole import Events, compile_s, estimated_parts, eva
 from trireme.engine.run import config_file, page, screen
 from trireme.engine.run.after import hub
 from trireme.engine.run.evaluate import LONGEST, MAX_NEW
-from trireme.engine.run.job import BYTES, Job, alternatives, check_room, make
+from trireme.engine.run.job import BYTES, Job, check_room, make
 from trireme.engine.run.log import Log
 from trireme.engine.run.opening import bytes_of
-from trireme.engine.run.options import Method, Options, table
+from trireme.engine.run.options import Method, Options, flag, table
 from trireme.engine.run.record import Progress, Snapshot
 from trireme.engine.tuning.cached import Cached
 from trireme.engine.tuning.chosen import trained_lines
 from trireme.engine.tuning.packed_source import Packed
 from trireme.engine.tuning.quantized import quantized
-from trireme.models.config import ModelConfig
+from trireme.models.config import InputError, ModelConfig
 from trireme.models.sizes import shapes
 from trireme.storage.auxiliary import TEMPLATE
 from trireme.storage.untrusted import quoted
@@ -225,6 +227,25 @@ def prepared(o: Options, snapshot: Snapshot | None) -> tuple[Job, list[str]]:
         return job, report
     except DoesNotFit as error:
         raise DoesNotFit(f"{error}{alternatives(o)}", error.need) from None
+
+
+def alternatives(o: Options) -> str:
+    """A sentence that offers the most exact of what would fit, with its step: 8-bit moments, adapters, a quantized
+    base, a smaller step.
+    """
+    frozen = bool(o.lora or o.adapter or o.freeze or o.train)
+    lora: dict[str, Any] = {} if frozen else {"lora": 16}
+    tries: list[dict[str, Any]] = [] if frozen else [{"adam_bits": 8}, lora]
+    tries += [] if o.base else [lora | {"base": "nf4"}]
+    tries += [(tries or [{}])[-1] | {"batch_size": max(1, o.batch_size // k)} for k in (2, 4, 16)]
+    for change in [] if o.resume or o.plan else tries:
+        with suppress(DoesNotFit, InputError, OSError):
+            job = make(replace(o, data=(), val=None, dry_run=True, **change), by_rule=True)
+            if not o.assume:
+                check_room(job)
+            speed = f", at most {job.forecast.step.step_s:.3g} s a step" if job.on_gpu else ""
+            return f" This fits: {' '.join(f'{flag(name)} {value}' for name, value in change.items())}{speed}."
+    return ""
 
 
 # ---------------------------------------------------------------- after the last step

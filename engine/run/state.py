@@ -1,20 +1,25 @@
-"""The training state of a run: built, loaded, saved as a snapshot, exported, freed. The loop decides when."""
+"""The training state of a run: built, loaded, saved as a snapshot, exported, freed; and what its loss compares with.
+The loop decides when.
+"""
 
 from __future__ import annotations
 
 import gc
 import json
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import torch
 
-from trireme.engine.amounts import count, duration, gb, gib
+from trireme.engine.amounts import count, duration, gb, gib, seconds
 from trireme.engine.between import Reader, load_from_store, save_to_store
 from trireme.engine.build import Engine, build
+from trireme.engine.data.taught import is_scores, read_names, taught_by
 from trireme.engine.exchange import LARGEST_F16, Exchange
 from trireme.engine.hosts.gather import masters
 from trireme.engine.hosts.group import here
@@ -25,10 +30,10 @@ from trireme.engine.queues.watchdog import leave, patience, watched
 from trireme.engine.run import config_file, screen
 from trireme.engine.run.after import hub
 from trireme.engine.run.evaluate import Evaluator, Stopped
-from trireme.engine.run.folder import RUN, Folder, Save
+from trireme.engine.run.folder import REFERENCE, RUN, Folder, Save, read_record, write_record
 from trireme.engine.run.job import Job
 from trireme.engine.run.options import Options
-from trireme.engine.run.record import Progress, Snapshot
+from trireme.engine.run.record import Progress, Reference, Snapshot
 from trireme.engine.tuning.adapters import WEIGHTS, save_adapter
 from trireme.engine.tuning.base import CheckpointBase, check_unchanged, stamps
 from trireme.engine.tuning.cached import Cached
@@ -195,6 +200,34 @@ class Training:
                 exchange.load_base(progressed)
             self._check_frozen(exchange.base)
 
+    def load_reference(self, stopped: Stopped) -> None:
+        """Gives the data the log-probabilities of the model before training, if the method compares with them.
+
+        A resumed run has them in .run/reference.json. Raises InputError, StoreError; KeyboardInterrupt if `stopped()`.
+        """
+        job, path = self.job, self.folder.run / REFERENCE
+        if job.preference is None or not job.preference.compares:
+            return
+        data = [job.data, *([job.data.held_out] if job.data.held_out else [])]
+        total = sum(len(part.pieces) for part in data)
+        if not self.snapshot:
+            began = time.monotonic()
+            with screen.clock().at("reference"), self.watched("the reference"):
+                logps = self.evaluator.logps(data, stopped)
+            if len(logps) < total:
+                raise KeyboardInterrupt
+            if not here().host:
+                write_record(path, Reference(logps))
+            pairs = count(total // 2, "answer" if job.data.options.kind == "labels" else "pair")
+            screen.say(f"compared {pairs}: the reference took {seconds(time.monotonic() - began)}")
+        known = read_record(path, Reference)  # of host 0
+        logps = json.loads(here().texts(json.dumps(known.logps if known else []))[0])
+        if len(logps) != total:
+            raise InputError(f"--resume {job.out}: {path} is lost or damaged. Restore it from a copy, or start again.")
+        n, held = len(job.data.pieces), job.data.held_out
+        held = held and replace(held, reference=np.array(logps[n:], np.float64))
+        self.job = replace(job, read=replace(job.data, reference=np.array(logps[:n], np.float64), held_out=held))
+
     def _check_frozen(self, base: dict[str, str]) -> None:
         """Keeps the checksums of frozen weights. Raises InputError if they are not those that the run began with."""
         for unit, sum in base.items():
@@ -312,3 +345,30 @@ class Training:
                 gc.collect()
                 if self.job.on_gpu:
                     torch.cuda.empty_cache()
+
+
+# ---------------------------------------------------------------- a teacher
+
+
+def with_teacher(job: Job, place: Folder, snapshot: Snapshot | None) -> Job:
+    """The job with the teacher's rows in its data; a checkpoint scores the data first, into .run/teacher. A pass that
+    was killed goes on. Raises InputError, CheckpointError, DoesNotFit, StoreError.
+    """
+    teacher, teaching, held = job.options.teacher, job.cfg.teaching, job.data.held_out
+    if not teacher or teaching is None:
+        return job
+    scores, sources = Path(teacher), {"train": job.data} | ({"val": held} if held else {})
+    taught = lambda data: replace(data, teacher=taught_by(read_names(scores), data, job.cfg.vocab))
+    with screen.clock().at("reference"):
+        if not is_scores(scores):
+            scores = place.run / "teacher"
+            if not snapshot:
+                from trireme.engine.run.after import score  # late: it imports this folder's modules
+
+                score.write(scores, Path(teacher), sources, teaching.k, job.cfg.vocab, job.options)
+        read = [taught(data) for data in sources.values()]
+    data = replace(read[0], held_out=held and read[-1])
+    if snapshot and data.teacher and snapshot.fixed.teacher not in ("", data.teacher.key):
+        changed = f"the teacher {teacher} is not what the run began with"
+        raise InputError(f"--resume {job.out}: {changed}. Restore it, or start again.")
+    return replace(job, read=data)
