@@ -28,7 +28,7 @@ from trireme.engine.planner.machine import drive_speeds, note_pinned
 from trireme.engine.queues.real import RealQueues
 from trireme.engine.queues.watchdog import leave, patience, watched
 from trireme.engine.run import config_file, screen
-from trireme.engine.run.after import hub
+from trireme.engine.run.after import hub, score
 from trireme.engine.run.evaluate import Evaluator, Stopped
 from trireme.engine.run.folder import REFERENCE, RUN, Folder, Save, read_record, write_record
 from trireme.engine.run.job import Job
@@ -363,8 +363,6 @@ def with_teacher(job: Job, place: Folder, snapshot: Snapshot | None) -> Job:
         if not is_scores(scores):
             scores = place.run / "teacher"
             if not snapshot:
-                from trireme.engine.run.after import score  # late: it imports this folder's modules
-
                 score.write(scores, Path(teacher), sources, teaching.k, job.cfg.vocab, job.options)
         read = [taught(data) for data in sources.values()]
     data = replace(read[0], held_out=held and read[-1])
