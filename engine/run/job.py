@@ -212,7 +212,7 @@ def tables_of(o: Options, data: Dataset, room: int, cfg: ModelConfig) -> int:
     return held // TABLES * TABLES
 
 
-# ---------------------------------------------------------------- what may not be asked for
+# ---------------------------------------------------------------- checks of what the user names
 
 
 def check_options(o: Options, snapshot: Snapshot | None) -> None:
