@@ -46,6 +46,7 @@ def main(words: list[str]) -> int:
     with tempfile.TemporaryDirectory() as cache:
         os.environ["XDG_CACHE_HOME"] = cache
         code = command()
+    sys.setprofile(None)
     for name, count in calls.most_common():
         print(f"{count:8,} calls, {crossings[name]:6,} from another of these files  {name}", file=sys.stderr)
     print(f"{len(calls)} files, {sum(crossings.values()):,} changes of file", file=sys.stderr)
