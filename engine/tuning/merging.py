@@ -120,13 +120,13 @@ class Sum:
         has = lambda stored, name: name in self.adapter.whole or self._module(stored)
         return frozenset(stored for stored, name in self.names.items() if name and has(stored, name))
 
-    @property
+    @cached_property
     def at_once(self) -> int:
-        """Elements of a matrix in memory, of each writer: on a GPU in half of what a run may use of it."""
+        """Elements of a matrix in memory, of each writer: on a GPU in half of what is free, and of a run's limit."""
         if self.device.type == "cpu":
             return AT_ONCE
-        limit = torch.cuda.get_per_process_memory_fraction(self.device)
-        limit *= torch.cuda.get_device_properties(self.device).total_memory
+        free, total = torch.cuda.mem_get_info(self.device)
+        limit = min(free, total * torch.cuda.get_per_process_memory_fraction(self.device))
         return min(ON_GPU, int(limit) // (2 * ELEMENT * WRITERS))
 
     def values(self, stored: str, first: int = 0, last: int | None = None) -> Iterator[np.ndarray]:
@@ -146,7 +146,7 @@ class Sum:
         """Rows [first, last) of a matrix, or of one of those of all experts, which are counted one after another, on
         the device. Raises InputError.
         """
-        x = self._without(stored, first, last)
+        x = self._base_rows(stored, first, last)
         if module := self._module(stored):
             pairs = self._factors(stored, module)
             matrix, row = divmod(first, len(pairs[0][0]))
@@ -154,12 +154,12 @@ class Sum:
             part = left[row : row + last - first].to(self.device)
             x += (part @ right.to(self.device)).mul_(self.adapter.scales[module])
         if not torch.stack(x.aminmax()).to(DTYPE[dtype]).isfinite().all():  # rounding keeps the order
-            damaged = not self._without(stored, first, last).isfinite().all()
+            damaged = not self._base_rows(stored, first, last).isfinite().all()
             raise InputError(self._origin(stored)[2] if damaged else self._beyond(stored))
         return x.to(DTYPE[dtype])
 
-    def _without(self, stored: str, first: int, last: int) -> Tensor:
-        """The same of the checkpoint, or of what the adapter has in its place, in fp32."""
+    def _base_rows(self, stored: str, first: int, last: int) -> Tensor:
+        """`rows` in fp32 before the adapter is added: of the checkpoint, or of what the adapter has in its place."""
         (origin, key, _), columns = self._origin(stored), self.source.tensors[stored].shape[-1]
         if origin is self.source and (packed := packed_in(origin, key)):
             return packed.rows(key, first, last, device=self.device)
