@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple, ParamSpec, TypeVar
 
 import torch
 
-from trireme.kernels.tiles import KIB, TABLE, Chip, Grouped, Tile, chip
+from trireme.kernels.tiles import KIB, ONE_PASS, TABLE, Chip, Grouped, Tile, chip
 from trireme.kernels.tiles import settings as settings_of
 
 P = ParamSpec("P")
@@ -166,6 +166,15 @@ def attention(device: torch.device, dtype: torch.dtype, D: int) -> Tiles:
         return FP32[max(64, head_block(D))]
     names = [[f"attention_{kind} {width}" for width in WIDTHS if width >= D] for kind in Tiles._fields]
     return Tiles(*(_set(here, next(name for name in of if name in TABLE), Tile) for of in names))
+
+
+def one_pass(device: torch.device, dtype: torch.dtype, widths: tuple[int, int]) -> Tile | None:
+    """The tile of a backward in one pass, of heads of widths (keys, values); None: two passes are used."""
+    here, (d, e) = chip(device), widths
+    if here.arch not in ONE_PASS or dtype != torch.bfloat16 or d != e or f"one_pass {d}" not in TABLE:
+        return None
+    tile = _set(here, f"one_pass {d}", Tile)
+    return tile if tile.q else None
 
 
 def hopper_fwd(block_d: int, window: int) -> Tile:

@@ -85,6 +85,9 @@ class Grouped(NamedTuple):
     stages: int
 
 
+ONE_PASS = 86, 89, 120, 121  # chips that may compute attention's backward in one pass, and the setting that does not
+TWO_PASSES = (0, 0, 0, 0)
+
 # launch, of attention with the widest head -> (settings in 227 KiB, settings in 99 KiB); fmt: off
 TABLE: dict[str, tuple[tuple[Setting, ...], tuple[Setting, ...]]] = {
     "attention_fwd 64": (
@@ -139,6 +142,8 @@ TABLE: dict[str, tuple[tuple[Setting, ...], tuple[Setting, ...]]] = {
         ((32, 32, 8, 2), (32, 32, 8, 1), (16, 64, 8, 1), (16, 32, 8, 2), (16, 64, 8, 2)),
     ),
     "attention_dkv 512": (((32, 32, 8, 2), (32, 32, 8, 1), (16, 32, 8, 2)), ((16, 32, 8, 2),)),
+    "one_pass 64": ((TWO_PASSES,), (TWO_PASSES, (64, 128, 8, 1), (32, 64, 4, 1))),
+    "one_pass 128": ((TWO_PASSES,), (TWO_PASSES, (32, 128, 8, 1), (16, 128, 8, 1))),
     "grouped_mm": (
         ((128, 64, 128, 8, 3), (128, 64, 128, 8, 4), (128, 32, 128, 8, 4), (64, 64, 128, 4, 4)),
         ((128, 32, 128, 8, 4), (128, 32, 128, 8, 3), (128, 64, 128, 8, 3), (64, 32, 128, 4, 4), (64, 64, 128, 4, 3)),
@@ -157,7 +162,8 @@ TABLE: dict[str, tuple[tuple[Setting, ...], tuple[Setting, ...]]] = {
 }
 # fmt: on
 OTHERWISE = {  # chip -> launches whose first setting is another there
-    12: {"attention_fwd 64": (128, 64, 8, 2)},  # 255 registers and 64 bytes of spills with the usual one
+    # 255 registers and 64 and 120 bytes of spills with the usual ones
+    12: {"attention_fwd 64": (128, 64, 8, 2), "attention_fwd 192": (64, 16, 8, 2)},
 }
 
 
@@ -172,6 +178,7 @@ def tried(here: Chip) -> dict[str, tuple[Setting, ...]]:
     """The settings that check --tune tries on a chip, by name of the launch; without launches that it does not use."""
     missing = {"grouped_mm", "grouped_add"} if here.arch == 90 else set()  # of its own: launch.py, hopper.py
     missing |= {"quantize", "quantize both", "gated_codes"} if here.arch < 89 else set()
+    missing |= {"one_pass 64", "one_pass 128"} if here.arch not in ONE_PASS else set()
     missing |= {"block_scaled"} if here.arch // 10 != 12 else set()
     return {name: settings(here, name) for name in TABLE if name not in missing}
 

@@ -85,7 +85,7 @@ def _in_turn(name: str, setting: Sequence[int], case: Case, seconds: Callable[[C
 
 def case_of(name: str, chip: Chip, s: Shapes) -> Case:
     """A call in which the launch takes most of the time."""
-    if name.startswith("attention_"):
+    if name.startswith(("attention_", "one_pass")):
         kind, width = name.removeprefix("attention_").split()
         return _attention(kind, int(width), chip, s)
     if name.startswith("cross_entropy"):
@@ -106,8 +106,12 @@ def case_of(name: str, chip: Chip, s: Shapes) -> Case:
 
 
 def _attention(kind: str, width: int, chip: Chip, s: Shapes) -> Case:
-    """On Hopper with a window as long as the text, since without a window other kernels compute heads up to 128."""
-    a = cases.attention_inputs(s.tuned, *HEADS[width], width, s)
+    """On Hopper with a window as long as the text, since without a window other kernels compute heads up to 128.
+
+    Two passes of backward by narrower heads where those of this width take one.
+    """
+    narrower = 8 * (kind in ("dq", "dkv") and f"one_pass {width}" in tried(chip))
+    a = cases.attention_inputs(s.tuned, *HEADS[width], width - narrower, s)
     window = sum(a.docs.lengths) if chip.arch == 90 else 0
     forward, backward = cases.passes(str(width), a, window)
     return forward if kind == "fwd" else backward

@@ -7,6 +7,8 @@ Triton.
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
@@ -15,6 +17,9 @@ from trireme.kernels.attention import bwd as triton_bwd
 from trireme.kernels.attention import cudnn as attention_cudnn
 from trireme.kernels.attention import fwd as triton_fwd
 from trireme.kernels.attention.docs import Docs
+
+if TYPE_CHECKING:
+    from trireme.kernels.attention.ampere_bwd import OnePass
 
 
 def attention_fwd(
@@ -76,11 +81,10 @@ def attention_bwd(
     types, strides = tuple([t.dtype for t in tensors]), tuple([t.stride() for t in tensors])
     aligned = (dout.data_ptr() | q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16 == 0
     how = _backward(q.device, types, H, K, widths, window, strides, aligned, cap)
-    delta = torch.empty_like(lse)
-    tiles = docs.query_tiles[how.query_rows]
-    how.dq(len(tiles) * H, (dout, q, k, v, out, lse, delta, dq_, tiles), (N, scale))
-    tiles = docs.key_tiles[how.key_rows]
-    how.dkv(len(tiles) * K, (dout, q, k, v, lse, delta, dk_, dv_, tiles), (N, scale))
+    sums = []  # of one pass, where memory is counted
+    if q.is_meta and not cap and launch.one_pass(q.device, q.dtype, widths):
+        sums.append(torch.empty((N, H, d), dtype=torch.float32, device=q.device))
+    how.run(dout, q, k, v, out, lse, docs, scale, dq_, dk_, dv_)
 
 
 def _counted(q: Tensor, widths: tuple[int, int]) -> bool:
@@ -115,8 +119,8 @@ def _forward(
 @launch.planned
 def _backward(
     device, types, H: int, K: int, widths: tuple[int, int], window: int, strides, aligned: bool, cap: float
-) -> triton_bwd.Backward:
-    """As _forward; types and strides of (dout, q, k, v, out, dq, dk, dv)."""
+) -> triton_bwd.Backward | OnePass:
+    """As _forward; types and strides of (dout, q, k, v, out, dq, dk, dv). Of tensors without memory two passes."""
     d, e = widths
     assert H % K == 0
     assert all(8 <= width <= launch.widest_head(types[1]) for width in widths)
@@ -125,6 +129,11 @@ def _backward(
         from trireme.kernels.attention import hopper_bwd  # late: experimental parts of Triton
 
         return hopper_bwd.plan(H, K, d, e, window, strides)
+    tile = launch.one_pass(device, types[1], widths)
+    if tile and aligned and not cap and device.type != "meta" and _are_wide(strides):
+        from trireme.kernels.attention import ampere_bwd  # late: experimental parts of Triton
+
+        return ampere_bwd.plan(tile, H, K, d, window, strides)
     return triton_bwd.plan(device, types[1], H, K, d, e, window, strides, cap)
 
 
@@ -134,5 +143,10 @@ def _suits_hopper(device: torch.device, dtype: torch.dtype, widths: tuple[int, i
         launch.chip(device).arch == 90
         and dtype == torch.bfloat16
         and all(32 < d <= 256 and d % 8 == 0 for d in widths)
-        and all(n % 16 == 0 and n < 1 << 24 for n in triton_fwd.flat(strides))  # tile offsets are int32
+        and _are_wide(strides)
     )
+
+
+def _are_wide(strides) -> bool:
+    """Whether rows can be copied 16 bytes at a time by kernels in Gluon, whose tiles have offsets in int32."""
+    return all(n % 16 == 0 and n < 1 << 24 for n in triton_fwd.flat(strides))

@@ -11,9 +11,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 
 from trireme.kernels import launch
 from trireme.kernels.attention import fwd
+from trireme.kernels.attention.docs import Docs
 from trireme.kernels.compiler import tl, triton
 from trireme.kernels.launcher import Fixed, await_previous, launcher
 from trireme.kernels.soft_cap import LOG2E, cap_slope, soft_cap
@@ -190,6 +192,18 @@ class Backward(NamedTuple):
     dq: Fixed  # (dout, q, k, v, out, lse, delta, dq, tiles), (N, scale)
     key_rows: int  # of a key tile
     dkv: Fixed  # (dout, q, k, v, lse, delta, dk, dv, tiles), (N, scale)
+
+    def run(
+        self, dout: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, docs: Docs, scale: float,
+        dq_: Tensor, dk_: Tensor, dv_: Tensor,
+    ) -> None:  # fmt: skip
+        """As reference.attention_bwd."""
+        (N, H, _), K = q.shape, k.shape[1]
+        delta = torch.empty_like(lse)
+        tiles = docs.query_tiles[self.query_rows]
+        self.dq(len(tiles) * H, (dout, q, k, v, out, lse, delta, dq_, tiles), (N, scale))
+        tiles = docs.key_tiles[self.key_rows]
+        self.dkv(len(tiles) * K, (dout, q, k, v, lse, delta, dk_, dv_, tiles), (N, scale))
 
 
 def plan(

@@ -168,6 +168,13 @@ def attention_call(H, K, d, window=0, dtype=BF16, cap=0.0, values=0):
     attention.attention_bwd(out, q, k, v, out, lse, docs, 0.1, q, k, v, window, cap)
 
 
+def one_pass_call(d, setting):
+    """Backward in one pass."""
+    launch.use({f"one_pass {d}": setting})
+    attention_call(8, 2, d)
+    launch.use({})
+
+
 def norm_calls(D, dtype=BF16):
     x, w = torch.zeros(4, 1, D, dtype=dtype), torch.zeros(D, dtype=dtype)
     for kind, bias in ((RMS, None), (NormKind(centred=True), w)):
@@ -384,8 +391,10 @@ def fp8_experts_calls(E=128, k=8, D=2048, I=768):
 def listed(arch: int) -> list:
     """What the tests compile in full: on Hopper only what Ada does not have."""
     losses = [lambda V=V: loss_calls(V) for V in VOCABULARIES[:: len(VOCABULARIES) - 1]]
+    one_pass = [lambda: one_pass_call(64, (64, 128, 8, 1))] * (arch in (89, 120))
+    one_pass += [lambda: one_pass_call(128, (16 if arch == 120 else 32, 128, 8, 1))] * (arch in (89, 120))
     if arch == 120:
-        return [block_scaled_calls, fp8_experts_calls, lambda: attention_call(8, 2, 64), *losses]
+        return [block_scaled_calls, fp8_experts_calls, lambda: attention_call(8, 2, 64), *one_pass, *losses]
     if arch >= 90:
         calls = [lambda d=d: attention_call(8, 2, d) for d in (64, 80, 128, 256)]
         calls += [lambda: attention_call(8, 2, 64, 128), lambda: attention_call(8, 8, 192, values=128)]
@@ -397,7 +406,7 @@ def listed(arch: int) -> list:
         calls += [other_calls, lambda: scan_call(16, 32, 128, 128, True), *losses]
         calls += [routing_calls, lambda: experts_call(32, 4, 2880, 2880, in_out=True), packed_calls, small_packed_calls]
     calls += [lambda: wide_norm_call(16384, BF16)] * (arch == 90)
-    return [*calls, lambda: experts_call(128, 8, 2048, 768), fp8_calls, fp8_experts_calls]
+    return [*calls, *one_pass, lambda: experts_call(128, 8, 2048, 768), fp8_calls, fp8_experts_calls]
 
 
 def every(arch: int, dtype) -> list:

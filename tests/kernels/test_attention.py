@@ -4,9 +4,11 @@ import pytest
 import torch
 from kernel_checks import DEVICES, DTYPES, FP32_SUM, ONE_ROUNDING, check, error, randn, up
 
+from trireme.kernels import launch
 from trireme.kernels.attention import attention, gate, reference
 from trireme.kernels.attention import sinks as sinks_
 from trireme.kernels.attention.docs import make_docs
+from trireme.kernels.tiles import Chip
 
 pytestmark = [pytest.mark.grid, pytest.mark.turns]
 
@@ -77,6 +79,13 @@ GPU_CASES = [
     ([700, 333], 2, 2, (192, 256), 100, BF16),
     ([700, 333], 4, 2, (64, 128), 0, BF16),
     ([333, 100], 2, 2, (192, 128), 0, FP32),
+]
+ONE_PASS = [  # as CASES
+    ([1000, 1, 3, 500, 129, 128, 127, 2], 8, 2, 128, 0, BF16),
+    ([1000, 1, 3, 500], 4, 4, 64, 0, BF16),
+    ([1500, 20], 6, 2, 128, 100, BF16),
+    ([1500, 20], 16, 2, 64, 128, BF16),
+    ([2048], 8, 1, 128, 0, BF16),
 ]
 
 
@@ -205,6 +214,33 @@ def test_attention_repeats_bit_by_bit(lengths):
         torch.manual_seed(0)
         runs.append(_run(case, "cuda", False)[1])
     assert all(torch.equal(a, b) for run in runs[1:] for a, b in zip(runs[0], run, strict=True))
+
+
+@pytest.fixture
+def as_ada(monkeypatch):
+    """Settings of an RTX 4090, whose kernels any later GPU runs."""
+    with monkeypatch.context() as patch:
+        patch.setattr(launch, "chip", lambda device: Chip(89, 128, 72 << 20))
+        launch.use({})
+        yield
+    launch.use({})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("setting", [(64, 128, 8, 1), (32, 128, 8, 1), (16, 128, 8, 1), (32, 64, 4, 1)], ids=str)
+@pytest.mark.parametrize("case", ONE_PASS, ids=str)
+def test_one_pass_of_backward(as_ada, case, setting):
+    """Without wgmma: right, and equal in each of ten runs, whatever program comes first."""
+    if case[3] == 128 and setting == (64, 128, 8, 1):
+        pytest.skip("more shared memory than 99 KiB")
+    launch.use({f"one_pass {case[3]}": setting})
+    assert launch.one_pass(torch.device("cuda", 0), BF16, (case[3],) * 2) == setting
+    torch.manual_seed(0)
+    first = _run(case, "cuda")
+    _check_run(case, *first)
+    for _ in range(9):
+        torch.manual_seed(0)
+        assert all(torch.equal(a, b) for a, b in zip(first[1], _run(case, "cuda")[1], strict=True))
 
 
 @pytest.mark.gpu

@@ -14,6 +14,7 @@ pytest.importorskip("triton")
 TENSOR = 512  # columns of Blackwell's tensor memory
 NARROW = {"_add_noise", "_embedding_fwd", "_embedding_bwd", "_sort", "_sum_blocks", "_sum_squares"}  # small, or faster
 NARROW |= {"_count", "_scan", "_place", "_dropout", "_sinks_lse"}
+SPILLS = {"bwd_kernel": 64}  # bytes; of the others none
 BY_MEMORY = ("_maxima", "_quantize", "_turn", "_glu_", "_norm_", "_add_rows", "_act_")  # of those compiled for Hopper
 
 
@@ -30,8 +31,10 @@ def _compile(*options: str) -> list[dict]:
 def test_each_kernel_fits_an_rtx_40():
     """One launch of it; those marked `chips` compile all, for more of them."""
     kernels = _compile("89", "--first")
-    assert {"_attention_fwd", "_loss", "_norm_fwd", "_grouped_mm", "_quantize"} <= {k["name"] for k in kernels}
-    assert not any(kernel["stack"] for kernel in kernels)
+    assert {"_attention_fwd", "_loss", "_norm_fwd", "_grouped_mm", "_quantize", "bwd_kernel"} <= {
+        k["name"] for k in kernels
+    }
+    assert all(kernel["stack"] <= SPILLS.get(kernel["name"], 0) for kernel in kernels)
 
 
 @pytest.mark.chips
@@ -50,7 +53,7 @@ def test_kernels_fit_ada():
     kernels = _compile("89")
     assert len(kernels) > 30
     for kernel in kernels:
-        assert kernel["stack"] == 0, kernel
+        assert kernel["stack"] <= SPILLS.get(kernel["name"], 0), kernel
         neighbours = kernel["constants"].get("GAP") == 1  # every other feature
         assert kernel["widest"] == 16 or kernel["name"] in NARROW or neighbours, kernel
 
@@ -63,7 +66,7 @@ def test_kernels_of_an_rtx_50():
     assert products == ["_fp8_matmul"] * 4 + ["_grouped_mm"] * 2
     assert sum(kernel["name"] == "_loss" and kernel["constants"]["BLOCK"] == 8192 for kernel in kernels) == 5
     for kernel in kernels:
-        assert kernel["stack"] == 0, kernel
+        assert kernel["stack"] <= SPILLS.get(kernel["name"], 0), kernel
         assert kernel["widest"] == 16, kernel
 
 
