@@ -282,9 +282,9 @@ def convert(values: np.ndarray, dtype: str, to: str) -> np.ndarray:
     return rounded
 
 
-def joined(pieces: Iterable[np.ndarray]) -> np.ndarray:
-    """Elements in pieces, each of which is valid until the next, as a new array in fp32."""
-    return np.concatenate([np.array(convert(piece, dtype_of(piece), "F32")) for piece in pieces])
+def joined(pieces: Iterable[np.ndarray], dtype: str | None = "F32") -> np.ndarray:
+    """Elements in pieces, each of which is valid until the next, as a new array in `dtype`; None: in theirs."""
+    return np.concatenate([np.array(convert(p, dtype_of(p), dtype) if dtype else p) for p in pieces])
 
 
 def is_finite(values: np.ndarray) -> bool:

@@ -163,8 +163,9 @@ class Sum:
         (origin, key, _), columns = self._origin(stored), self.source.tensors[stored].shape[-1]
         if origin is self.source and (packed := packed_in(origin, key)):
             return packed.rows(key, first, last, device=self.device)
-        values = joined(origin.values(key, first * columns, last * columns))
-        return torch.from_numpy(values).view(-1, columns).to(self.device)
+        values = joined(origin.values(key, first * columns, last * columns), None)
+        x = torch.from_numpy(values.view(np.uint8)).view(DTYPE[dtype_of(values)])
+        return x.view(-1, columns).to(self.device).float()
 
     def _origin(self, stored: str) -> tuple[Source, str, str]:
         """(the checkpoint or the adapter, which has a weight without what is added; its name there; the message that it
