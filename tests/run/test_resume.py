@@ -87,10 +87,9 @@ def test_a_run_that_stops_before_its_first_snapshot_leaves_nothing_or_begins_aga
     assert len(losses(tmp_path / "out")) == 6
 
 
-@pytest.mark.full
 def test_the_best_is_of_the_lowest_evaluation(checkpoint, tmp_path):
     """At this rate the loss rises after a few steps."""
-    more = dict(val="0.2", export="best", schedule="constant", batch_size=2, lr=0.1)
+    more = dict(val="0.2", export="best", schedule="constant", batch_size=2, lr=0.1, max_steps=4)
     run = options(checkpoint, tmp_path / "out", "gpu", **more)
     train(replace(run, warmup=0.0, eval_every=every("1"), export_every=every("1")))
     evals = {r["step"]: r["eval_loss"] for r in records(run.out, "eval_loss") if r["step"]}
