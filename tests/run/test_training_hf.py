@@ -112,7 +112,6 @@ def both(family, queues, dtype):
     return with_trireme(cfg, state, steps, queues, dtype), with_transformers(model, steps, queues.device)
 
 
-@pytest.mark.full
 @pytest.mark.parametrize("family", FAMILIES)
 def test_twenty_steps_in_fp32(family):
     ours, theirs = both(family, RealQueues(threads=False), "F32")
