@@ -9,7 +9,7 @@ from functools import lru_cache
 from typing import Literal, get_args
 
 from trireme.engine.geometry import Geometry, extent
-from trireme.engine.plan import SAVED, Limits, Plan, Tier
+from trireme.engine.plan import SAVED, Limits, Plan, Tier, UnitPlan
 from trireme.storage.layout import ITEMSIZE, Layout, round_up
 
 KEPT = 4096  # answers to whether a plan fits: a search asks again
@@ -104,9 +104,12 @@ def _made(geo: Geometry, plan: Plan, units: Alike) -> list[Buffers]:
 
 def _alike(geo: Geometry, plan: Plan) -> Alike:
     """One unit of each set of units with equal sizes and equal plans, with their number."""
-    keys = list(zip(geo.sizes, plan.units, strict=True))
-    one = dict(zip(keys, range(geo.n_units), strict=True))
-    return [(one[key], count) for key, count in Counter(keys).items()]
+    objects = list(zip(geo.sizes, map(id, plan.units), strict=True))  # first, since most equal units are one object
+    one, number = dict(zip(objects, range(geo.n_units), strict=True)), Counter[tuple[int, UnitPlan]]()
+    for (size, unit), count in Counter(objects).items():
+        number[size, plan.units[one[size, unit]]] += count
+    last = {(size, plan.units[u]): u for (size, _), u in one.items()}
+    return [(last[key], count) for key, count in number.items()]
 
 
 def _spans(layouts: Sequence[Layout]) -> list[int]:

@@ -357,6 +357,7 @@ class Geometry:
         parts = self.state_parts(n)
         return parts["low"][1].span if "low" in parts else 0
 
+    @cached_method
     def state_span(self, u: int, record: int) -> int:
         """Bytes of unit u's records, each rounded up to 4,096."""
         return sum(self.state_layout(b - a).span for a, b in self.records(u, record))

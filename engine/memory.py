@@ -171,11 +171,12 @@ class Prefetch:
     """Transfers to GPUs in the order of their use, each as soon as it may come; a GPU's do not wait for another's."""
 
     def __init__(self) -> None:
-        self.queues: list[deque[tuple[int, Fetched]]] = []  # of each GPU, with numbers in the order of all
+        # Of each GPU that has some left, with numbers in the order of all.
+        self.queues: list[deque[tuple[int, Fetched]]] = []
 
     def expect(self, items: Iterable[tuple[int, Fetched]]) -> None:
         """`items`: each with its GPU."""
-        assert not any(self.queues), "what the last pass expects was not used"
+        assert not self.queues, "what the last pass expects was not used"
         queues = dict[int, deque[tuple[int, Fetched]]]()
         for number, (gpu, item) in enumerate(items):
             queues.setdefault(gpu, deque()).append((number, item))
@@ -184,9 +185,12 @@ class Prefetch:
 
     def go_on(self) -> None:
         """To be called when a buffer was freed."""
-        while ready := [queue for queue in self.queues if queue and queue[0][1].may_come]:
+        while self.queues and (ready := [queue for queue in self.queues if queue[0][1].may_come]):
             first = min(ready, key=lambda queue: queue[0][0])
-            first.popleft()[1].fetch()
+            _, item = first.popleft()
+            if not first:
+                self.queues = [queue for queue in self.queues if queue]
+            item.fetch()
 
     def break_off(self) -> None:
         self.queues.clear()

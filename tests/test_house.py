@@ -27,7 +27,7 @@ BUDGETS = {
     "kernels/**": 8622,  # 8000; rounding to packings 250, model types 24, heads in parts 86, scans 2, one pass 260
     "models/**": 9106,  # 8450; micro_batch.py, of engine 45; rounding to packings about 235, new model types about 370
     "storage/**": 3250,
-    "engine/*.* engine/queues/**": 5191,
+    "engine/*.* engine/queues/**": 5199,
     "engine/planner/**": 3850,
     "engine/hosts/**": 474,
     "engine/check/**": 1200,

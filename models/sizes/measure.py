@@ -90,11 +90,13 @@ def rebuilt(
     return total
 
 
+@lru_cache(CACHED)
 def forward_flops(cfg: ModelConfig, u: int, tokens: int, pairs: int) -> float:
     """FLOPs of a unit in forward. For the head, `tokens` is the number of labels."""
     return sum(work(cfg, u, tokens, pairs)[0].flops.values())
 
 
+@lru_cache(CACHED)
 def backward_flops(cfg: ModelConfig, u: int, tokens: int, pairs: int, names: frozenset[str] | None = None) -> float:
     """FLOPs of a unit in backward, which finds the saved tensors `names` (None: all). Of the head, of gradients."""
     if u == cfg.n_units - 1:
