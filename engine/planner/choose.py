@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import product
 
 from trireme.engine.amounts import gib
@@ -103,7 +104,7 @@ def nearby(cfg: ModelConfig, limits: Limits, rates: Rates, wanted: Wanted, plan:
     same = replace(plan, n_micro=first.n_micro, adam_bits=first.adam_bits, late_moments=late, host=first.host)
     for start in (first, fill_ram(s.geo, same, limits) if s.fits(same) else first):
         s.simulate(longer_pieces(s.geo, start, limits))
-    s.decide(placed)
+    s.decide(partial(placed, parts=(1.0,)))
     return s.best
 
 
@@ -164,9 +165,9 @@ def sizes(s: Search, plan: Plan) -> Iterable[Plan]:
         yield from s.rule(Strategy(x, state, updates=updates), size)
 
 
-def placed(s: Search, plan: Plan) -> Iterable[Plan]:
-    """Inputs and state as in `sizes`, each with as many saved tensors in RAM as fit, or with half of them; also with
-    no state on the GPU, which the rule fills with it: what is swapped needs buffers there.
+def placed(s: Search, plan: Plan, parts: Sequence[float] = (1.0, 0.5)) -> Iterable[Plan]:
+    """Inputs and state as in `sizes`, each with `parts` of the saved tensors that fit in RAM there; also with no state
+    on the GPU, which the rule fills with it: what is swapped needs buffers there.
     """
     streams = any(unit.update == "gpu" for unit in plan.units)
     for x, state in product(INPUTS, (0.0, 1.0)) if s.geo.cfg.lora is None else ():
@@ -177,7 +178,7 @@ def placed(s: Search, plan: Plan) -> Iterable[Plan]:
                 (full, full.changed(on_gpu if s.wanted.free else (), weights="ram", state="ram"))
             ):
                 if s.fits(room):
-                    yield from swapped(s, room, (1.0, 0.5))
+                    yield from swapped(s, room, parts)
 
 
 def late(s: Search, plan: Plan) -> Iterable[Plan]:
