@@ -162,9 +162,7 @@ def test_label_smoothing():
         assert norm == pytest.approx(expected_norm, rel=5e-3)
 
 
-# Gemma's doubled norms make more of every rounding: 3.2 % off at the worst of 50 steps of this size. A rounding that
-# sends a token to another expert is no small change.
-IN_BF16 = [name for name in FAMILIES if name not in ("gemma3_text", "gpt_oss", "glm4_moe")]
+IN_BF16 = ["gpt2", "qwen2", "phi3", "granite"]  # Gemma's doubled norms make more of every rounding, and so do experts
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
