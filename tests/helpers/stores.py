@@ -10,6 +10,7 @@ import numpy as np
 from trireme.storage.aio import IO, arena
 from trireme.storage.devices import Device, is_direct
 from trireme.storage.layout import Layout, pack, sequential
+from trireme.storage.scratch import Scratch
 from trireme.storage.store import Store
 
 K = 1024
@@ -38,10 +39,11 @@ class MemoryIO(IO):
         return len(found)
 
 
-class OneDrive:
+class OneDrive(Scratch):
     """Store and scratch space of an engine on one slow drive, a piece at a time: requests wait, by class."""
 
     def __init__(self):
+        super().__init__()
         self.io = MemoryIO(lambda piece: time.sleep(1e-5), block=4 * K, depth=1, mixed=1)
 
     def read(self, at: str | int, buffer: memoryview, later: bool = False) -> Future:
