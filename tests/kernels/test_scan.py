@@ -202,7 +202,7 @@ def test_scan_interpreted(dtype, form, rows, monkeypatch):
     """Documents of one and of several chunks, and of one token."""
     lengths, (_, _, *rest) = [1, 65, 9], SHAPES[form]
     monkeypatch.setitem(SHAPES, form, (1, 2, *rest))
-    monkeypatch.setattr(launch, "scan", lambda *_: launch.Scan(rows, 32, 16, 16, 16, 4, "ieee"))
+    monkeypatch.setattr(launch, "scan", lambda *_: launch.Scan(rows, 32, 16, 16, 16, 4, 1, "ieee"))
     a, delta = inputs(form, sum(lengths), "cpu", dtype)
     compare(a, delta, lengths, "cpu", dtype)
 
@@ -223,7 +223,7 @@ def test_scan(dtype, form, lengths):
 def test_scan_at_every_setting(form, rows, columns, keys, warps, monkeypatch):
     """Triton has miscompiled such kernels at some tiles and warps."""
     width = max(16, launch.power2(SHAPES[form][2]))
-    setting = launch.Scan(rows, width, columns, min(keys, width), columns, warps, "tf32")
+    setting = launch.Scan(rows, width, columns, min(keys, width), columns, warps, 2, "tf32")
     monkeypatch.setattr(launch, "scan", lambda *_: setting)
     lengths = [200, 1, 65, 64]
     a, delta = inputs(form, sum(lengths), "cuda", torch.bfloat16)

@@ -99,7 +99,7 @@ def test_a_gpu_merges_as_a_cpu(form, tmp_path):
     merge(tmp_path, form)
     cfg = read_config(tmp_path / "packed")
     source = open_checkpoint(tmp_path / "packed", cfg.packing)
-    others = dict(say=lambda _: None, same=True, device=torch.device("cuda"))
+    others = dict(say=lambda _: None, same=True, device=torch.device("cuda", 0))
     merge_adapter(tmp_path / "adapter", cfg, source, tmp_path / "gpu", **others)
     cpu, gpu = (bytes_of(load_file(tmp_path / name / "model.safetensors")) for name in ("same", "gpu"))
     assert cpu.keys() == gpu.keys()
