@@ -10,6 +10,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
+from itertools import count
 from typing import NamedTuple
 
 from trireme.engine.amounts import gb, percent, seconds, whole_gib
@@ -118,7 +119,8 @@ def check_drive(f: Forecast) -> None:
 def _enough_ram(f: Forecast) -> int:
     """Bytes of RAM, in whole GiB above the limit, with which no drive is needed."""
     wanted = Wanted.like(f.plan, f.work.batch(f.plan))
-
     enough = lambda ram: not first_plan(f.cfg, replace(f.limits, ram=ram), wanted, drive=False).uses("ssd")
-    sizes = range(f.limits.ram, 1 << 60, 1 << 30)
+    least = max(f.limits.ram, 1 << 30)
+    times = next(n for n in count(1) if enough(least << n))
+    sizes = range(f.limits.ram, (least << times) + (1 << 30), 1 << 30)
     return sizes[bisect_left(sizes, True, key=enough)]
