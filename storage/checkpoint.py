@@ -340,17 +340,8 @@ def export(
             raise StoreError(errno.EEXIST, "is the source checkpoint itself; choose another folder", str(out))
         nbytes = sum(map(_size, others.values())) + sum(map(source.size_of, source.files))
         check_space(out, nbytes, "the exported checkpoint")
-        with ThreadPoolExecutor(writers) as threads:
-            try:
-                for act in (write, read_back):
-                    for file in files if writers == 1 else ():
-                        act(file)
-                    for future in as_completed([threads.submit(act, f) for f in files] if writers > 1 else ()):
-                        future.result()
-            except BaseException:
-                ended.set()  # the threads end at their next piece
-                threads.shutdown(wait=False, cancel_futures=True)
-                raise
+        _for_all(write, files, writers, ended)
+        _for_all(read_back, files, writers, ended)
         check()
         for file in files:
             partial_of(out / file).replace(out / file)
@@ -362,6 +353,22 @@ def export(
     finally:
         for file in done:
             partial_of(out / file).unlink(missing_ok=True)
+
+
+def _for_all(act: Callable[[str], None], files: Iterable[str], writers: int, ended: Event) -> None:
+    """Calls act(file), by several writers in as many threads. Raises the first error, and sets `ended` for the rest."""
+    if writers == 1:
+        for file in files:
+            act(file)
+        return
+    with ThreadPoolExecutor(writers) as threads:
+        try:
+            for future in as_completed([threads.submit(act, file) for file in files]):
+                future.result()
+        except BaseException:
+            ended.set()
+            threads.shutdown(wait=False, cancel_futures=True)
+            raise
 
 
 def _size(auxiliary: CONTENT) -> int:
