@@ -7,9 +7,9 @@ memory at a time, and are encoded where their new values are: on a GPU or the CP
 from __future__ import annotations
 
 import re
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from math import sqrt
 
 import numpy as np
@@ -63,13 +63,13 @@ class Matrix:
 
     def _strips(self) -> Iterator[tuple[np.ndarray, ...]]:
         """The parts of some rows after another."""
-        packing, shape = self.packing, self.shape[-2:]
+        packing, shape, rows = self.packing, self.shape[-2:], lru_cache(1)(self.rows)  # one strip is made once
         for of_expert in strips(packing, self.shape, self.most):
             first, extent = of_expert[0][0], torch.zeros(1)
             if encoding.needs_extent(packing):
-                extent = torch.stack([self.rows(a, b).abs().max() for a, b in of_expert]).max()[None]
+                extent = torch.stack([rows(a, b).abs().max() for a, b in of_expert]).max()[None]
             for a, b in of_expert:
-                values = self.rows(a, b)[None]
+                values = rows(a, b)[None]
                 parts = encoding.encoded(packing, values, extent.to(values.device))
                 self._compare(values, parts)
                 # Of a part with one element for the whole matrix, that of the first strip counts.
@@ -109,13 +109,13 @@ def repacked(source: Packed, rows: Mapping[str, Rows], most: int) -> Repacked:
     """`source` with other rows of the packed matrices that are named, in its own format; `most` elements at a time."""
     raw = replace(open_source(source.folder, lambda _: None), auxiliary=source.auxiliary)
     names = {(t.file, t.offset): name for name, t in raw.tensors.items()}
-    places, squares = dict[str, tuple[Matrix, int]](), defaultdict[str, Squares](list)
+    places, squares = dict[str, tuple[Matrix, int]](), dict[str, Squares]()
     for stored, new in rows.items():
         packing = source.packing.of(stored)
         scales = source.made.get(stored + packing.parts[1].suffix)
         nested = scales if isinstance(scales, Nested) else None
         kind = re.sub(r"\.\d+", "", stored).removesuffix(".weight").removeprefix("model.layers.")
-        matrix = Matrix(packing, source.tensors[stored].shape, new, most, squares[kind], nested)
+        matrix = Matrix(packing, source.tensors[stored].shape, new, most, squares.setdefault(kind, []), nested)
         parts = [source.parts[stored + part.suffix] for part in packing.parts]
         for i, t in enumerate([parts[0], nested.codes, nested.scales] if nested else parts):
             places[names[t.file, t.offset]] = matrix, i
