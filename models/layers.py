@@ -10,13 +10,11 @@ from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, Literal
 
-from trireme.models.families.experts import Experts
+from trireme.models.families.experts import Act, Experts
 from trireme.models.families.latent import Latent
 from trireme.models.families.names import MixerNames, MlpNames
 from trireme.models.families.rope import Rope
 from trireme.models.families.scans import Scan
-
-Act = Literal["silu", "gelu", "exact gelu", "relu2"]  # gelu: by tanh
 
 
 def hash_once(of: Any) -> int:
@@ -97,11 +95,17 @@ class Mlp:
     bias: bool = False
     gate_scale: float = 1.0  # of the gate, before its activation
     factor: float = 1.0  # of what is added to the residual
+    shared: bool = False  # it is the expert of a mixture that processes every token
 
     @property
     def first_bias(self) -> bool:
         """Whether the bias of the first linear layer is added by its matmul, not by the activation's kernel."""
         return self.bias and (self.gated or self.act == "relu2")
+
+
+def shared_of(spec: Experts) -> Mlp | None:
+    """The expert of a mixture that processes every token; None if there is none."""
+    return Mlp(spec.shared, spec.act, spec.gated, factor=spec.factor, shared=True) if spec.shared else None
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from trireme.models.families.keys import InputError, Keys
 from trireme.models.families.scans import BLOCK_TYPES, EXPERTS
+
+Act = Literal["silu", "gelu", "exact gelu", "relu2"]  # gelu: by tanh
 
 
 @dataclass(frozen=True)
@@ -30,7 +33,7 @@ class Experts:
     raw: bool = False  # the correction is added to logits, not to scores
     latent: int = 0  # width of the experts' input and output; 0: the model's
     score_scale: float = 1.0  # of the router's logits
-    act: str = "silu"  # layers.Act
+    act: Act = "silu"
     gated: bool = True  # act(gate) * up
     factor: float = 1.0  # of what is added to the residual
 

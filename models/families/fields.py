@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Literal, NamedTuple
 
-from trireme.models.families.experts import parse_experts
+from trireme.models.families.experts import Act, parse_experts
 from trireme.models.families.family import EXACT_GELU, GELU, OF_LOGITS, OF_SCORES, RELU2, SILU, Family
 from trireme.models.families.keys import InputError, Keys, is_number
 from trireme.models.families.latent import Latent, parse_latent
@@ -13,7 +13,7 @@ from trireme.models.families.names import direct
 from trireme.models.families.rope import Rope, parse_ropes
 from trireme.models.families.scans import BLOCK_TYPES, KINDS_OF_MLP, Scan, parse_scan
 from trireme.models.families.windows import unrotated_layers, windows
-from trireme.models.layers import Act, Attention, Layer, Mlp
+from trireme.models.layers import Attention, Layer, Mlp
 
 
 def heads_of(keys: Keys, family: Family, width: int, heads: int) -> tuple[int, int]:

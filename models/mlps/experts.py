@@ -4,7 +4,7 @@
     w, e = route(norm(x) @ router)
 
 Without a gate an expert is act(y @ up_e) @ down_e. With latents experts read y = norm(x) @ latent_in, (N, L), and
-their weighted sum is multiplied by latent_out. A shared expert (shared.py) may be added.
+their weighted sum is multiplied by latent_out. A shared expert (Mlp.shared) may be added.
 
 GEMMs run over N k rows sorted by expert; the outputs of a token's experts are added in ascending order of expert. GEMMs
 of forward and of the gradients of rows may be in fp8. Gradients of matrices are not: tensor cores read codes along the
@@ -28,6 +28,7 @@ from torch import Tensor
 from trireme.kernels import ops
 from trireme.models.branch import add_matmul, branch_backward
 from trireme.models.families.experts import Experts
+from trireme.models.layers import shared_of
 from trireme.models.linear import (
     Linear,
     add_gradients_,
@@ -39,7 +40,7 @@ from trireme.models.linear import (
     upstream,
 )
 from trireme.models.lora import Stacked
-from trireme.models.mlps import shared
+from trireme.models.mlps import mlp
 from trireme.models.norm import Norm, Stats, norm, norm_backward
 from trireme.models.packed import whole
 from trireme.models.reader import Reader
@@ -65,7 +66,7 @@ class ExpertWeights(NamedTuple):
     router: Linear  # (D, E)
     up: Stack  # (E, D, 2I), gate first or, with a limit, interleaved, or (E, D, I); perhaps a transposed view
     down: Stack  # (E, I, D), likewise; with latents L in place of D
-    shared: shared.SharedWeights | None = None
+    shared: mlp.MlpWeights | None = None
     up_bias: Tensor | None = None  # (E, 2I)
     down_bias: Tensor | None = None  # (E, D)
     correction: Tensor | None = None  # (E,) fp32, frozen
@@ -118,7 +119,7 @@ def rule(spec: Experts) -> ops.Rule:
 
 def weights(read: Reader, spec: Experts) -> ExpertWeights:
     names, router_norm, expert_scale = read.layer.mlp_names, None, None
-    of_shared = shared.weights(read) if spec.shared else None
+    of_shared = mlp.weights(read, one) if (one := shared_of(spec)) else None
     (up, up_bias), (down, down_bias) = (_stack(read, spec, matrix) for matrix in (GATE_UP, DOWN))
     up_adapters, down_adapters = (read.stacked(f"{names.experts}.{matrix}") for matrix in (GATE_UP, DOWN))
     post = read.norm(names.post_experts if len(read.layer.mlps) > 1 else names.post)
@@ -157,9 +158,8 @@ def forward(
     """
     rows, saved = p.rows, p.saved
     y, _ = norm(x, w.norm, p.layer.eps)
-    if w.shared is not None and w.ends and w.post is None:
-        shared.forward(p, spec, w.shared, onto, y, out)
-        onto = out
+    if w.ends and w.post is None:
+        onto = _add_shared(p, spec, w, y, out, onto)
     routes = _routes(spec, w, _read(p, w, x, y)[0], passed)
     if rows.load is not None and w.begins:
         rows.load.add(p.number, routes.order, routes.logits)
@@ -197,11 +197,19 @@ def _sum(w: ExpertWeights, act: Tensor, weights: Tensor, order: ops.Order, k: in
 
 def _total(p: Pass, spec: Experts, w: ExpertWeights, act: Tensor, y: Tensor, routes: Routes) -> Tensor:
     """The input of the norm behind the experts, (N, D): their sum, with the shared one's result; saved if it can be."""
-    beside = None
-    if w.shared is not None:
-        beside = torch.zeros_like(y)
-        shared.forward(p, spec, w.shared, beside, y, beside)
+    beside = None if w.shared is None else torch.zeros_like(y)
+    if beside is not None:
+        _add_shared(p, spec, w, y, beside, beside)
     return _sum(w, act, routes.weights, routes.order, spec.chosen, beside, p.saved.get("mlp_branch"))
+
+
+def _add_shared(p: Pass, spec: Experts, w: ExpertWeights, y: Tensor, out: Tensor, onto: Tensor) -> Tensor:
+    """Fills out (N, D) with onto + what a shared expert adds, and returns it; onto where there is none."""
+    one = shared_of(spec)
+    if one is None or w.shared is None:
+        return onto
+    mlp.forward(p, one, w.shared, y, out, onto)
+    return out
 
 
 def _activation(spec: Experts, gate_up: Tensor) -> Tensor:
@@ -320,8 +328,8 @@ def backward(
     d_logits = _router_backward(p, spec, w, g, routes, d_weights, read)
     if w.router_norm is None:
         d_norm.addmm_(d_logits, w.router.weight.T)
-    if w.shared is not None and g.shared is not None:
-        shared.backward(p, spec, w.shared, g.shared, y, dy, d_norm)
+    if (one := shared_of(spec)) and w.shared is not None and g.shared is not None:
+        mlp.backward(p, one, w.shared, g.shared, y, dy, d_norm, d_norm)
     del y
     dx = norm_backward(d_norm, x, w.norm, stats, g.norm, onto, dx)
     if w.router_norm is not None:

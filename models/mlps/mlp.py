@@ -3,8 +3,10 @@
     out = x + (act(gate) * up) @ down, (gate, up) = norm(x) @ gate_up         if Mlp.gated
     out = x + act(norm(x) @ fc) @ down                                        otherwise
 
-gate is multiplied by Mlp.gate_scale. branch.py describes a norm behind `down` and a factor. Saved are x (by the
-caller), gate_up (N, 2F) or fc (N, F) without its bias, and where a norm follows `down` its input mlp_branch (N, D).
+gate is multiplied by Mlp.gate_scale. branch.py describes a norm behind `down` and a factor. An expert that processes
+every token (Mlp.shared) has no norm: what it adds is s * (... @ down), s = sigmoid(x @ its gate), or the factor. Saved
+are x (by the caller), gate_up (N, 2F) or fc (N, F) without its bias, of a shared expert shared_up (N, 2F) or (N, F),
+and where a norm follows `down` its input mlp_branch (N, D).
 Legend: N tokens, D width, F hidden width.
 """
 
@@ -24,6 +26,7 @@ from trireme.models.linear import (
     Operand,
     Upstream,
     add_gradients_,
+    add_matmul_,
     columns_alone,
     linear,
     linear_backward,
@@ -45,11 +48,14 @@ class MlpWeights(NamedTuple):
     down: Linear  # (F, D)
     post: Norm | None = None
     gelu_bias: Tensor | None = None  # (F,): bias of fc, added by the activation's kernel
+    gate: Tensor | None = None  # (1, D) of a shared expert
 
 
 def weights(read: Reader, spec: Mlp) -> MlpWeights:
     names = read.layer.mlp_names
     first, second = read.linear(*names.up), read.linear(names.down)
+    if spec.shared:
+        return MlpWeights(None, first, second, gate=read.get(f"{names.shared_gate}.weight"))
     norm, post = read.norm(names.norm), read.norm(names.post_mlp or names.post)
     if spec.first_bias or not spec.bias:
         return MlpWeights(norm, first, second, post)
@@ -67,6 +73,9 @@ def forward(p: Pass, spec: Mlp, w: MlpWeights, x: Tensor, out: Tensor, onto: Ten
     del y
     act = _activation(spec, up, w)
     del up
+    if spec.shared:
+        ops.combine(linear(act, w.down, dtype=x.dtype), _order(x), 1, _shares(spec, w, x), onto, out)
+        return
     add_branch(spec.factor, p.layer.post_eps, onto, act, w.down, w.norm, w.post, out, p.saved.get("mlp_branch"))
 
 
@@ -82,15 +91,16 @@ def backward(
 ) -> Tensor:
     """onto + the gradient of x (N, D), in `dx` if given; adds to g, given dy (N, D). Recomputes what is not in p.saved.
 
-    A saved gate_up or fc is overwritten by its gradient.
+    A saved gate_up, fc or shared_up is overwritten by its gradient, and so is `onto` by that of a shared expert's gate.
     """
     saved = p.saved
     again = up_name(spec) not in saved
     y, stats = norm_for(w.up, x, w.norm, p.layer.eps, forward=again, backward=trained(g.up.weight))
     up = _project(spec, w, y, None, x.dtype) if again else saved[up_name(spec)]
     y = columns_alone(y)
+    shares = _shares(spec, w, x) if spec.shared else None
     d_down = upstream(_branch_backward(p, spec, w, g, dy, up), w.down, g.down)
-    dup, act = _activation_backward(spec, linear_backward(d_down, w.down), up, w, g)
+    dup, act, d_shares = _activation_backward(spec, linear_backward(d_down, w.down), up, w, g, shares)
     del up
     add_gradients_(g.down, w.down, act, d_down)
     del act, d_down
@@ -98,9 +108,34 @@ def backward(
     del dup
     add_gradients_(g.up, w.up, y, d_up)
     del y
+    if shares is not None and d_shares is not None:
+        _gate_backward_(w, g, x, d_shares * shares * (1 - shares), onto)
     d_norm = linear_backward(d_up, w.up)
     del d_up
     return norm_backward(d_norm, x, w.norm, stats, g.norm, onto, dx)
+
+
+def _shares(spec: Mlp, w: MlpWeights, x: Tensor) -> Tensor:
+    """What a shared expert's result is multiplied by, of each token, (N, 1) fp32."""
+    if w.gate is None:
+        return torch.full((len(x), 1), spec.factor, dtype=torch.float32, device=x.device)
+    return torch.sigmoid(torch.mm(x, w.gate.T).float())
+
+
+def _order(x: Tensor) -> ops.Order:
+    """An Order of rows that are in the order of their tokens, one each."""
+    rows = torch.arange(len(x), dtype=torch.int32, device=x.device)
+    return ops.Order(rows, rows, rows[:0])
+
+
+def _gate_backward_(w: MlpWeights, g: MlpWeights, x: Tensor, d_gate: Tensor, dx_: Tensor) -> None:
+    """Adds the gradients of the product of x and a shared expert's gate, given d_gate (N, 1), to g and dx_ (N, D)."""
+    if w.gate is None or g.gate is None:
+        return
+    d_gate = d_gate.to(x.dtype)
+    if trained(g.gate):
+        add_matmul_(g.gate, d_gate, x)
+    dx_.addmm_(d_gate, w.gate)
 
 
 def _act(spec: Mlp) -> ops.Act:
@@ -119,6 +154,8 @@ def _scale_gate_(spec: Mlp, up_: Tensor) -> None:
 
 
 def _branch_backward(p: Pass, spec: Mlp, w: MlpWeights, g: MlpWeights, dy: Tensor, up: Tensor) -> Tensor:
+    if spec.shared:
+        return dy
     matmul = p.saved.get("mlp_branch")
     again = w.post is not None and matmul is None
     act: Operand = _activation(spec, up, w) if again else up  # unread unless recomputing
@@ -133,15 +170,19 @@ def _activation(spec: Mlp, up: Tensor, w: MlpWeights) -> Operand:
 
 
 def _activation_backward(
-    spec: Mlp, d_act: Tensor, up: Tensor, w: MlpWeights, g: MlpWeights
-) -> tuple[Upstream, Operand]:
-    """(gradient of the first layer's result, the activation that `down` reads), in the memory of `up` and d_act."""
-    plain = w.up.bias is None and spec.gate_scale == 1.0
+    spec: Mlp, d_act: Tensor, up: Tensor, w: MlpWeights, g: MlpWeights, shares: Tensor | None
+) -> tuple[Upstream, Operand, Tensor | None]:
+    """(gradient of the first layer's result, the activation that `down` reads), in the memory of `up` and d_act.
+
+    And the gradient of a shared expert's shares, by which that activation is multiplied.
+    """
+    plain = w.up.bias is None and spec.gate_scale == 1.0 and shares is None
     if spec.gated and w.down.takes_codes and w.up.takes_codes and plain:
         columns = trained(g.up.weight) or trained(g.down.weight)
         codes, act = ops.act_codes_bwd(d_act, up, _act(spec), columns)
-        return Gradient(codes, d_act.dtype), act
+        return Gradient(codes, d_act.dtype), act, None
     dbias = None if w.gelu_bias is None or g.gelu_bias is None else or_scratch(g.gelu_bias, w.gelu_bias)
-    ops.act_bwd_(d_act, up, _act(spec), w.gelu_bias, dbias)
+    order = None if shares is None else _order(up)
+    d_shares = ops.act_bwd_(d_act, up, _act(spec), w.gelu_bias, dbias, shares, order)
     _scale_gate_(spec, up)
-    return up, d_act
+    return up, d_act, d_shares

@@ -182,6 +182,8 @@ def of_an_expert(layer: Layer) -> int:
 
 def up_name(spec: Mlp | Experts) -> str:
     """The name of the result of an MLP's first matmul."""
+    if isinstance(spec, Mlp) and spec.shared:
+        return "shared_up"
     return "gate_up" if spec.gated else "fc"
 
 

@@ -16,7 +16,7 @@ from trireme.models.config import InputError, Lora, ModelConfig
 from trireme.models.families.experts import Experts
 from trireme.models.families.names import adapter_names as adapter_names
 from trireme.models.families.scans import Scan
-from trireme.models.layers import Layer, Mlp
+from trireme.models.layers import Layer, Mlp, shared_of
 from trireme.models.sizes.groups import DOWN as DOWN
 from trireme.models.sizes.groups import GATE_UP as GATE_UP
 from trireme.models.sizes.groups import Group as Group
@@ -275,8 +275,8 @@ def saved_of(cfg: ModelConfig, layer: Layer, tokens: int) -> Saved:
     for mlp in layer.mlps:
         if not is_sliced(cfg, layer) and mlp is layer.mlps[0]:  # then of several units
             saved[up_name(mlp)] = (N * chosen(mlp), up_width(mlp)), "compute"
-        if isinstance(mlp, Experts) and mlp.shared:
-            saved["shared_up"] = (N, (1 + mlp.gated) * mlp.shared), "compute"
+        if isinstance(mlp, Experts) and (shared := shared_of(mlp)):
+            saved[up_name(shared)] = (N, up_width(shared)), "compute"
         if isinstance(mlp, Experts) and mlp.latent:
             saved["latent_sum"] = (N, mlp.latent), "compute"
         if layer.mlp_names.post:
