@@ -68,6 +68,7 @@ class Choice:
 
     plan: Plan
     step: Prediction
+    moved: bool = False  # an update is on another processor than in the run that is resumed
 
     @property
     def per_token(self) -> float:
@@ -84,12 +85,12 @@ def choose(cfg: ModelConfig, limits: Limits, rates: Rates, wanted: Wanted, resum
     wanted = replace(wanted, peers=wanted.gpus > 1 and rates.peer > 0)
     first = _first(cfg, limits, wanted, rates)
     choices = []
-    for way in _ways(cfg, limits, wanted, first, resumed is not None):
+    for way in _ways(cfg, limits, wanted, first, resumed):
         with suppress(DoesNotFit):
             plan = first_plan(cfg, limits, way, rates.has_drive)
             if rates.has_drive or not plan.uses("ssd"):
                 choices.append(_descend(Search(Geometry.of(cfg, plan), limits, rates, way, plan, resumed)))
-    return min(choices, key=lambda choice: choice.per_token)
+    return min(choices, key=lambda choice: (choice.moved, choice.per_token))
 
 
 @no_collection()
@@ -108,14 +109,14 @@ def nearby(cfg: ModelConfig, limits: Limits, rates: Rates, wanted: Wanted, plan:
     return s.best
 
 
-def _ways(cfg: ModelConfig, limits: Limits, wanted: Wanted, first: Plan, resumed: bool) -> Iterator[Wanted]:
+def _ways(cfg: ModelConfig, limits: Limits, wanted: Wanted, first: Plan, resumed: Plan | None) -> Iterator[Wanted]:
     """What is decided before all else, each way with a search of its own: a layer's frozen experts whole or in slices,
-    layers dealt to GPUs in turn or in proportion to their free memory.
+    or as in the run that is resumed; layers dealt to GPUs in turn or in proportion to their free memory.
     """
-    same, tried = Cut.of(first), cuts(cfg, wanted)
     streamed = any(unit.base != "gpu" for unit in first.units) and first.gpus == first.hosts == 1
-    may = first.halves and first.slices == 1 and streamed and narrow.may_be_sliced(cfg) and not resumed
-    of = [same, *([sliced(cfg, SLICES)] if may and sliced(cfg, SLICES) in tried else [])]
+    may = first.halves and first.slices == 1 and streamed and narrow.may_be_sliced(cfg)
+    others = [*([sliced(cfg, SLICES)] if may else []), *([Cut.of(resumed)] if resumed else [])]
+    of = dict.fromkeys([Cut.of(first), *(cut for cut in others if cut in cuts(cfg, wanted))])
     rooms = tuple(float(limits.of(gpu)) for gpu in range(wanted.gpus))
     for cut, share in product(of, ((), rooms) if limits.less else ((),)):
         yield replace(wanted, cuts=(cut,), shares=share)
@@ -144,13 +145,13 @@ def _descend(s: Search) -> Choice:
     starts: list[Plan | None] = [s.first]
     if s.resumed is not None:
         s.resumed = s.resumed.dealt(s.wanted.gpus, s.geo.cfg.tied, s.wanted.peers, s.wanted.shares)
-        starts = [updated_as(s.first, s.resumed), s.resumed, s.first]
-    start = next(plan for plan in starts if plan is not None and s.fits(plan))
-    s.simulate(start)
+        starts = [updated_as(s.first, s.resumed), s.resumed if Cut.of(s.resumed) == Cut.of(s.first) else None]
+    usable = [plan for plan in starts if plan is not None and s.fits(plan)]
+    for start in usable or [s.first]:
+        s.simulate(start)
     for decision in DECISIONS:
         s.decide(decision)
-    assert s.costs[s.best] <= s.costs[start]
-    return Choice(s.best, s.steps[s.best])
+    return Choice(s.best, s.steps[s.best], moved=not usable)
 
 
 # ---------------------------------------------------------------- decisions

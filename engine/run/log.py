@@ -169,7 +169,8 @@ def line_of(r: Record, total: int, left: float | None) -> str:
     parts += [f"{compact(r['tokens_per_second'])} tok/s", f"lr {r['learning_rate']:.1e}"]
     parts += [f"grad_norm {r['grad_norm']:.2g}", f"{r['step_time_s']:.3g} s"]
     parts += [f"busiest expert {percent(r['expert_share'])}, {r['experts_idle']} idle"] if "expert_share" in r else []
-    parts += [f"mfu {percent(r['mfu'])}", f"limited by {r['bound']}"] if "mfu" in r else []
+    parts += [f"mfu {percent(r['mfu'])}"] if "mfu" in r else []
+    parts += [f"limited by {r['bound']}"] if "mfu" in r and r["bound"] else []
     return "  ".join(parts)
 
 

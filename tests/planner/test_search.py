@@ -1,7 +1,7 @@
 """The search: everything that it simulates fits and can be built, it is never slower than the rule, and repeats."""
 
 from dataclasses import replace
-from itertools import combinations, pairwise
+from itertools import combinations, pairwise, product
 
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
@@ -275,6 +275,12 @@ def test_experts_come_in_slices_where_that_overlaps_better():
     free, other = (choose(cfg, limits, RATES, replace(wanted, cuts=given)) for given in ((), whole))
     assert (free.plan.slices, other.plan.slices) == (4, 1)
     assert free.per_token < 0.9 * other.per_token
+    for begun, rates in product((free, other), (RATES, replace(RATES, ssd_read=0.9 * RATES.ssd_read))):
+        again = choose(cfg, limits, rates, replace(wanted, cuts=all_cuts(cfg, halves=(True,))), begun.plan)
+        assert not again.moved
+        assert again.per_token <= by_rule(cfg, begun.plan, rates, wanted) * (1 + 1e-9), (
+            "slower than before it was resumed"
+        )
 
 
 # ---------------------------------------------------------------- several GPUs
