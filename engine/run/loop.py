@@ -235,9 +235,8 @@ class Run:
         job, tokens, trained = self.job, sum(mb.tokens for mb in batch), sum(mb.trained for mb in batch)
         gpu, ram = memory_in_use(job.device, job.limits.gpus)
         record: Record = {"step": self.done.step, "epoch": self.epoch, "loss": stats.loss, "learning_rate": rate}
-        record |= {"grad_norm": stats.grad_norm, "tokens": tokens}
-        record |= {"rows" if job.cfg.scores else "trained_tokens": trained}
-        record |= {"tokens_per_second": round(tokens / seconds, 1), "step_time_s": round(seconds, 4)}
+        record |= {"grad_norm": stats.grad_norm, "rows" if job.cfg.scores else "trained_tokens": trained}
+        record |= {"tokens": tokens, "tokens_per_second": round(tokens / seconds, 1), "step_time_s": round(seconds, 4)}
         record |= {"wall_time": round(time.time(), 3), "ram_gib": round(ram, 3), "ssd_read_gbs": round(read, 3)}
         record |= {"ssd_written_tb": round(self.training.written / 1e12, 6), "bound": self.bound} | self.energy()
         if job.on_gpu:  # the peak of a CPU is known by no data sheet
