@@ -53,7 +53,7 @@ class Every:
         return sum(self.due(step, total, 0.0) for step in range(done + 1, total + 1))
 
     def __str__(self) -> str:
-        return f"{self.seconds!r}s" if self.seconds else str(self.steps or self.share or "never")
+        return repr(self.seconds).removesuffix(".0") + "s" if self.seconds else str(self.steps or self.share or "never")
 
 
 def every(text: str) -> Every:
