@@ -18,11 +18,12 @@ from torch.nn.functional import pad
 
 from trireme.kernels.packed.reference import GROUP, NF4
 from trireme.models.families.packing import WHOLE, Packing
-from trireme.models.packed import DTYPE, LARGEST_CODE
+from trireme.models.packed import DTYPE, LARGEST_CODE, LARGEST_FACTOR
 
 MIDDLES = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)  # between the magnitudes of E2M1
 LARGEST_E2M1, LEVELS = 6.0, 15  # of int4: differences of its codes
-SMALLEST = {"F32": 2.0**-23, "F16": 2.0**-10, "BF16": 2.0**-7, "F8_E4M3": 2.0**-3}  # scale of zeros, by dtype
+SMALLEST = {"F32": 2.0**-23, "F16": 2.0**-10, "BF16": 2.0**-7, "F8_E4M3": 2.0**-3}  # in place of a scale of 0, by dtype
+BITS = {torch.bfloat16: torch.uint16, torch.float8_e4m3fn: torch.uint8}  # of dtypes that numpy has not
 
 
 def needs_extent(packing: Packing) -> bool:
@@ -52,13 +53,8 @@ def divided(x: Tensor, by: float) -> Tensor:
 
 def arrays(parts: Iterable[Tensor]) -> tuple[np.ndarray, ...]:
     """Parts, flat, as `encode` gives them."""
-    return tuple(_array(part.contiguous().view(-1).cpu()) for part in parts)
-
-
-def _array(t: Tensor) -> np.ndarray:
-    if t.dtype == torch.bfloat16:
-        return t.view(torch.int16).numpy().view(np.uint16)
-    return (t.view(torch.uint8) if t.dtype == torch.float8_e4m3fn else t).numpy()
+    flat = (part.contiguous().view(-1).cpu() for part in parts)
+    return tuple(part.view(BITS.get(part.dtype, part.dtype)).numpy() for part in flat)
 
 
 @cache
@@ -93,7 +89,8 @@ def _fp4(packing: Packing, x: Tensor, extent: Tensor) -> tuple[Tensor, ...]:
 
 def nvfp4_factor(extent: Tensor) -> Tensor:
     """What the scales of matrices with these largest magnitudes are multiplied by, (M,) fp32."""
-    return (LARGEST_CODE * LARGEST_E2M1 / extent.double()).float().where(extent > 0, 1.0)
+    factor = (LARGEST_CODE * LARGEST_E2M1 / extent.double()).clamp(max=2.0**LARGEST_FACTOR)
+    return factor.float().where(extent > 0, 1.0)
 
 
 def _mxfp4(x: Tensor, group: int) -> tuple[Tensor, ...]:
@@ -133,12 +130,14 @@ def e4m3_scales(packing: Packing, most: Tensor, extent: Tensor) -> tuple[Tensor,
     if packing.block[0] == WHOLE:
         most = extent.where(extent > 0, most)
     if dtype in ("U8", "F8_E8M0"):
-        power = torch.ceil(torch.log2(divided(most, LARGEST_CODE).where(most > 0, 1.0)))
+        power = torch.ceil(torch.log2(divided(most, LARGEST_CODE).where(most > 0, 1.0))).clamp(min=-126)
         return torch.exp2(power), False, (power + 127).to(torch.uint8)
     if packing.parts[1].stored == "_scale_inv" and dtype == "F32":  # transformers multiplies by the inverse
-        inverse = (LARGEST_CODE / most).where(most > 0, 1.0)
+        inverse = LARGEST_CODE / most
+        inverse = inverse.where(inverse.isfinite(), 1.0)  # also of numbers of which the inverse is none
         return inverse, True, 1 / inverse
     stored = divided(most, LARGEST_CODE).where(most > 0, 1.0).to(DTYPE[dtype])
+    stored = stored.where(stored != 0, SMALLEST[dtype])
     return stored.float(), False, stored
 
 

@@ -8,7 +8,6 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from math import isclose
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -315,7 +314,7 @@ def _lora(pairs: Mapping[str, Pair]) -> Lora:
     """The adapters in the largest rank of all."""
     rank, alpha = max((pair.rank, pair.alpha) for pair in pairs.values()) if pairs else (1, 1.0)
     scales = {module: pair.alpha / pair.rank for module, pair in pairs.items()}
-    other = [(module, scale) for module, scale in scales.items() if not isclose(scale, alpha / rank)]
+    other = [(module, scale) for module, scale in scales.items() if not math.isclose(scale, alpha / rank)]
     targets = {pair.place.target for pair in pairs.values() if pair.place.target}
     return Lora(rank, alpha, tuple(sorted(targets)), tuple(other))
 

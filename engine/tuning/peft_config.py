@@ -15,9 +15,9 @@ CONFIG = "adapter_config.json"
 MOST = 1_000_000  # of rank and alpha
 # Keys that are read -> the form of their values, as `complaint` has them.
 READ: dict[str, Any] = {
-    "alpha_pattern": {str: {int, float}},
+    "alpha_pattern": dict,
     "lora_dropout": {int, float},
-    "rank_pattern": {str: int},
+    "rank_pattern": dict,
     "target_parameters": [str],
     "use_rslora": bool,
 }
@@ -62,26 +62,26 @@ def base_of(config: Mapping[str, Any]) -> str:
 def check_config(where: Path, config: Mapping[str, Any]) -> None:
     """Raises InputError for what is not a plain LoRA, for a key that is not known, and for numbers out of range."""
     if config.get("peft_type") != "LORA":
-        raise InputError(f"{where}: peft_type is {_show(config.get('peft_type'))}; LORA is supported.")
+        raise InputError(f"{where}: peft_type is {shown(repr(config.get('peft_type')))}; LORA is supported.")
     for key, value in sorted(config.items()):
         if key in READ and value is not None and (wrong := complaint(value, READ[key])):
             raise InputError(f"{where}: {key}{wrong}.")
         known = key in UNUSED or key in READ or key in ("peft_type", "r", "lora_alpha") or value in ONLY.get(key, ())
         if value and not known:
             way = "Train the adapter without it, or add it to its model or convert it with peft"
-            raise InputError(f"{where}: {shown(key)} is {_show(value)}, which is not supported. {way}.")
+            raise InputError(f"{where}: {shown(key)} is {shown(repr(value))}, which is not supported. {way}.")
     ranks, alphas = config.get("rank_pattern") or {}, config.get("alpha_pattern") or {}
     whole = all(type(rank) is int and 1 <= rank <= MOST for rank in (config.get("r"), *ranks.values()))
     small = all(type(a) in (int, float) and abs(a) <= MOST for a in (config.get("lora_alpha"), *alphas.values()))
     if not (whole and small and 0 <= (config.get("lora_dropout") or 0) < 1):
         keys = ("r", "lora_alpha", "rank_pattern", "alpha_pattern", "lora_dropout")
-        values = ", ".join(f"{key} {_show(config[key])}" for key in keys if config.get(key))
+        values = ", ".join(f"{key} {shown(repr(config[key]))}" for key in keys if config.get(key))
         raise InputError(f"{where}: {values}: expected r and lora_alpha up to {MOST:,}, lora_dropout from 0 to 1.")
     for pattern in (*ranks, *alphas):
         with suppress(re.error, RecursionError, OverflowError):
             if not _SLOW.search(pattern) and re.compile(pattern):
                 continue
-        raise InputError(f"{where}: the pattern {_show(pattern)} is not read. Name the modules instead.")
+        raise InputError(f"{where}: the pattern {shown(repr(pattern))} is not read. Name the modules instead.")
 
 
 def by_pattern(patterns: Mapping[str, float] | None, name: str, default: float) -> float:
@@ -92,7 +92,3 @@ def by_pattern(patterns: Mapping[str, float] | None, name: str, default: float) 
 def is_parameter(config: Mapping[str, Any], name: str) -> bool:
     """Whether peft adapts a parameter by its own name (target_parameters), not its module."""
     return any(f".{name}".endswith(f".{target}") for target in config.get("target_parameters") or ())
-
-
-def _show(value: object) -> str:
-    return shown(repr(value))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from math import sqrt
 
 import numpy as np
@@ -19,8 +19,8 @@ from torch import Tensor
 from trireme.engine.tuning.bitsandbytes import Nested
 from trireme.engine.tuning.packed_source import Packed, strips
 from trireme.models import encoding
-from trireme.models.config import Packing
-from trireme.models.packed import decode
+from trireme.models.config import InputError, Packing
+from trireme.models.packed import damage, decode
 from trireme.storage.checkpoint import Source, open_source
 
 Squares = list[tuple[float, float]]  # sums of squares by strip: of what rounding changed, and of the values
@@ -31,6 +31,7 @@ Rows = Callable[[int, int], Tensor]  # fp32 (b - a, columns) of rows [a, b), of 
 class Matrix:
     """A packed matrix, or those of all experts, with new values."""
 
+    name: str
     packing: Packing
     shape: tuple[int, ...]  # (rows, columns), or (matrices, rows, columns)
     rows: Rows
@@ -73,10 +74,12 @@ class Matrix:
                 parts = encoding.encoded(packing, values, extent.to(values.device))
                 self._compare(values, parts)
                 # Of a part with one element for the whole matrix, that of the first strip counts.
-                starts = packing.starts(shape, a - first)
-                yield encoding.arrays(
-                    part[:0] if a > first and not start else part for part, start in zip(parts, starts, strict=True)
-                )
+                started = zip(parts, packing.starts(shape, a - first), strict=True)
+                arrays = encoding.arrays(part[:0] if a > first and not start else part for part, start in started)
+                if any(map(partial(damage, packing), packing.parts[1:], arrays[1:])):
+                    beyond = f"with the adapter, values are beyond {packing.word}"
+                    raise InputError(f"{self.name}: {beyond}. Is its lora_alpha right?")
+                yield arrays
 
     def _compare(self, values: Tensor, parts: tuple[Tensor, ...]) -> None:
         shapes = self.packing.shapes(values.shape)
@@ -115,7 +118,7 @@ def repacked(source: Packed, rows: Mapping[str, Rows], most: int) -> Repacked:
         scales = source.made.get(stored + packing.parts[1].suffix)
         nested = scales if isinstance(scales, Nested) else None
         kind = re.sub(r"\.\d+", "", stored).removesuffix(".weight").removeprefix("model.layers.")
-        matrix = Matrix(packing, source.tensors[stored].shape, new, most, squares.setdefault(kind, []), nested)
+        matrix = Matrix(stored, packing, source.tensors[stored].shape, new, most, squares.setdefault(kind, []), nested)
         parts = [source.parts[stored + part.suffix] for part in packing.parts]
         for i, t in enumerate([parts[0], nested.codes, nested.scales] if nested else parts):
             places[names[t.file, t.offset]] = matrix, i

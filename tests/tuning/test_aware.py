@@ -1,6 +1,7 @@
 """Training that knows it will be packed: it has the loss of the model merged in the format of its base."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -16,9 +17,9 @@ from trireme.engine.tuning.parts import open_checkpoint
 from trireme.kernels.packed.reference import Adapters
 from trireme.models import rounded
 from trireme.models.config import InputError, Lora, read_config
-from trireme.models.encoding import encoded
+from trireme.models.encoding import arrays, encoded
 from trireme.models.families.packing import BY_ROW, FP8, INT4, INT4_ZEROS, MODELOPT, MX, NF4, NVFP4, WHOLE
-from trireme.models.packed import decode
+from trireme.models.packed import damage, decode
 from trireme.models.rounded import decode_sum
 
 pytestmark = pytest.mark.turns
@@ -137,6 +138,18 @@ OTHERS = {
     "fp8 in bf16": FP8.with_dtypes(("F8_E4M3", "BF16")), "fp8, powers": FP8.with_dtypes(("F8_E4M3", "U8")),
     "int4 in fp32": replace(INT4, block=(1, 128)).with_dtypes(("I32", "F32")),
 }  # fmt: skip
+F16 = {"fp8 in fp16": FP8.with_dtypes(("F8_E4M3", "F16")), "int4 in fp16": INT4.with_dtypes(("I32", "F16"))}
+
+
+@pytest.mark.parametrize("name", PACKINGS | OTHERS | F16)
+def test_small_numbers_are_encoded_to_what_can_be_read(name):
+    """Of which the inverse or the scale in fp16 is none, in whole matrices and in single rows."""
+    packing, dice = (PACKINGS | OTHERS | F16)[name], torch.Generator().manual_seed(1)
+    w = torch.randn(74, 16, 128, generator=dice) * torch.exp2(-4 * (torch.arange(74.0) % 37)).view(-1, 1, 1)
+    w[:, :, ::5], w[37:, 1:] = 0, torch.randn(15, 128, generator=dice)
+    parts, again = packed(packing, w)
+    assert ((again - w).abs().amax((1, 2)) <= w.abs().amax((1, 2))).all()
+    assert not any(map(partial(damage, packing), packing.parts, arrays(parts)))
 
 
 @pytest.mark.grid("nvfp4-bf16-cpu")

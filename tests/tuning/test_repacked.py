@@ -118,6 +118,12 @@ def test_an_adapter_that_adds_nothing_leaves_the_values(form, tmp_path):
         assert error < 0.03
 
 
+@pytest.mark.parametrize("form", ["int4", "nf4", "fp8"])
+def test_sums_that_no_scale_of_the_packing_holds_are_refused(form, tmp_path):
+    with pytest.raises(InputError, match="lora_alpha"):
+        merge(tmp_path, form, 6e37)
+
+
 def test_an_adapter_with_another_vocabulary_is_refused(tmp_path):
     merge(tmp_path, "fp8")
     cfg = read_config(tmp_path / "packed")
