@@ -99,7 +99,7 @@ class Source:
     def read(self, name: str) -> np.ndarray:
         """A tensor's bytes, (nbytes,) uint8. Raises StoreError."""
         t = self.place(name)
-        return self.bytes_of(t.file, t.offset, t.nbytes)
+        return self.bytes_of(t.file, t.offset, t.nbytes) if t.file else joined(self.values(name), None).view(np.uint8)
 
     def place(self, name: str) -> SourceTensor:
         """Where a tensor is stored."""

@@ -10,7 +10,7 @@ from math import prod
 import numpy as np
 
 from trireme.storage.auxiliary import CONTENT
-from trireme.storage.checkpoint import CHUNK, INDEX, Source, SourceTensor, joined, stored_values
+from trireme.storage.checkpoint import CHUNK, INDEX, Source, SourceTensor, stored_values
 from trireme.storage.headers import encode_header, read_header
 from trireme.storage.layout import sequential
 
@@ -30,9 +30,6 @@ class Rewritten(Source):
 
     def place(self, name: str) -> SourceTensor:
         return self.tensors[name]._replace(file="", offset=0) if name in self.made else self.inner.place(name)
-
-    def read(self, name: str) -> np.ndarray:
-        return joined(self.values(name), None).view(np.uint8) if name in self.made else super().read(name)
 
     def named(self, name: str) -> str:
         return self.inner.named(name)

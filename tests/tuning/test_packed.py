@@ -374,6 +374,7 @@ MALFORMED = {  # format -> change of the tensors, the culprit
         (put(W, lambda t: t[:39].contiguous()), r"\[39, 56\]"),
         (lambda s: s[f"{W}_scale_inv"][1].fill_(NAN), "_scale_inv scales by more"),
         (lambda s: s[f"{W}_scale_inv"][1].fill_(-INF), "_scale_inv scales by more"),
+        (put(W.removeprefix("model."), torch.zeros(40, 56)), "two names of one tensor"),
     ],
     "nf4, double": [
         (gone(W + STATE), W), (gone(f"{W}.absmax"), f"{W}.absmax is missing"), (gone(W), f"{W} is missing"),
