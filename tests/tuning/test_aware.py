@@ -161,14 +161,10 @@ def test_launches_round_to_the_same_bits(name, dtype, device):
     packing, dice = (PACKINGS | OTHERS)[name], torch.Generator().manual_seed(len(name))
     rows, columns = (256, 384) if name.startswith("fp8") else (48, 256)
     x = torch.randn(3, rows, columns, generator=dice)
-    x[0, ::3] *= torch.exp2(
-        torch.randint(
-            *((-16, 8) if name.startswith("int4") else (-120, 60)), (len(x[0, ::3]), 1), generator=dice
-        ).float()
-    )
-    x[1, :, : columns // 2] = (torch.randint(-24, 25, (rows, columns // 2), generator=dice) / 4).where(
-        x[1, :, ::2] > -1, 0
-    )
+    spread, half = (-16, 8) if name.startswith("int4") else (-120, 60), columns // 2
+    x[0, ::3] *= torch.exp2(torch.randint(*spread, (len(x[0, ::3]), 1), generator=dice).float())
+    quarters = torch.randint(-24, 25, (rows, half), generator=dice) / 4
+    x[1, :, :half] = quarters.where(x[1, :, ::2] > -1, 0)
     x[1, :, 0], x[1, 7], x[2, 16:24, 32:64] = 6.0, -0.0, 0
     experts, each = (1, 3) if packing.code == "e4m3" else (3, 1)
     ranks = torch.nn.functional.one_hot(torch.randint(17, (experts, each * rows), generator=dice), 17).mT

@@ -115,12 +115,10 @@ def test_a_folder_with_files_and_a_file_are_refused(made):
 def test_a_base_that_changes_meanwhile_is_noticed(made, touched):
     """Also a file of which all is copied."""
     base, copied = made / "base", "model.layers.0.self_attn.rotary_emb.inv_freq"
-    weight_map = dict.fromkeys(load_file(base / "model.safetensors"), "first.safetensors") | {
-        copied: "other.safetensors"
-    }
+    where = dict.fromkeys(load_file(base / "model.safetensors"), "first.safetensors") | {copied: "other.safetensors"}
     (base / "model.safetensors").rename(base / "first.safetensors")
     save_file({copied: torch.ones(4)}, base / "other.safetensors", {"format": "pt"})
-    (base / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    (base / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}))
 
     class Touched(type(open_source(base))):
         def values(self, *given):

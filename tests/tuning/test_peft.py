@@ -38,7 +38,7 @@ BOTH = ["q_proj", "down_proj"]
 EXPERTS = [f"mlp.experts.{matrix}" for matrix in ("gate_up_proj", "down_proj")]
 TRAINED = {  # case -> (model, options of LoraConfig): what can be trained further
     "alpha and dropout": ("llama", dict(target_modules=BOTH, lora_alpha=2.5, lora_dropout=0.1)),
-    "negative alpha": ("llama", dict(target_modules=BOTH, lora_alpha=-3)),
+    "negative alpha": ("llama", dict(target_modules=BOTH, lora_alpha=-3, alpha_pattern={"q_proj": -2})),
     "one layer": ("llama", dict(target_modules=BOTH, layers_to_transform=[1])),
     "a layer by its number": ("llama", dict(target_modules=BOTH, layers_to_transform=1, layers_pattern="layers")),
     "an expression": ("llama", dict(target_modules=r".*layers\.(1\.self_attn\.q_proj|[01]\.mlp\.down_proj)")),

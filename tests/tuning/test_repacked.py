@@ -107,31 +107,16 @@ def test_a_gpu_merges_as_a_cpu(form, tmp_path):
     assert different <= sum(map(len, cpu.values())) / 1000
 
 
-@pytest.mark.parametrize("form", ["fp8", "nf4, double", "int4, zeros", "nvfp4", "mxfp4"])
-def test_an_adapter_that_adds_nothing_leaves_the_values(form, tmp_path):
-    """What is decoded is encoded to itself, but for the last bit of a scale."""
-    added, decoded = merge(tmp_path, form, 0.0)
-    source = open_checkpoint(tmp_path / "same", read_config(tmp_path / "same").packing).computed_in("F32")
-    for name in added.keys() & decoded.keys():
-        again = torch.from_numpy(joined(source.values(name)))
-        error = (again.view(decoded[name].shape) - decoded[name]).norm() / decoded[name].norm()
-        assert error < 0.03
-
-
-@pytest.mark.parametrize("form", ["int4", "nf4", "fp8"])
-def test_sums_that_no_scale_of_the_packing_holds_are_refused(form, tmp_path):
+def test_sums_that_no_scale_of_the_packing_holds_are_refused(tmp_path):
     with pytest.raises(InputError, match="lora_alpha"):
-        merge(tmp_path, form, 6e37)
+        merge(tmp_path, "int4", 6e37)
 
 
 def test_an_adapter_with_another_vocabulary_is_refused(tmp_path):
     merge(tmp_path, "fp8")
     cfg = read_config(tmp_path / "packed")
-    embedding = load_file(tmp_path / "plain/model.safetensors")["model.embed_tokens.weight"].float()
-    tensors = load_file(tmp_path / "adapter" / WEIGHTS)
-    for module in ("model.embed_tokens", "lm_head"):
-        tensors[f"{PREFIX}{module}.weight"] = torch.cat([embedding, embedding[:1]])
-    save_file(tensors, tmp_path / "adapter" / WEIGHTS)
+    larger = {f"{PREFIX}{module}.weight": torch.ones(98, 40) for module in ("model.embed_tokens", "lm_head")}
+    save_file(load_file(tmp_path / "adapter" / WEIGHTS) | larger, tmp_path / "adapter" / WEIGHTS)
     source = open_checkpoint(tmp_path / "packed", cfg.packing)
     with pytest.raises(InputError, match="--format"):
         merge_adapter(tmp_path / "adapter", cfg, source, tmp_path / "other", say=lambda _: None, same=True)
