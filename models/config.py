@@ -14,8 +14,8 @@ from typing import Any
 
 from trireme.models.families.experts import Experts
 from trireme.models.families.extend import extended
-from trireme.models.families.family import OF_LOGITS, Family, Wrapper
-from trireme.models.families.fields import ACTS, layers_of, scales_of
+from trireme.models.families.family import ACTS, OF_LOGITS, Family, Wrapper
+from trireme.models.families.fields import layers_of, scales_of
 from trireme.models.families.keys import InputError, Keys
 from trireme.models.families.known import why_not
 from trireme.models.families.names import MixerNames, MlpNames, Names, within
@@ -272,7 +272,7 @@ def uniform(
     rope = rope and replace(rope, width=rope.width or head_dim)
     attention = Attention(n_heads, n_kv_heads, head_dim, head_dim**-0.5, rope, bias=bias, o_bias=bias)
     layer = Layer(
-        width, eps, (attention,), (Mlp(ffn, ACTS[family.acts[0]], family.gated, bias),), family.names.mixer,
+        width, eps, (attention,), (Mlp(ffn, ACTS[family.act], family.gated, bias),), family.names.mixer,
         family.names.mlp, "layer" if family.layer_norm else "rms", in_out=family.names.in_out,
     )  # fmt: skip
     return ModelConfig(model_type, vocab, width, max_positions, eps, tied, (layer,) * n_layers, learned=rope is None)
@@ -370,7 +370,6 @@ def _parsed(raw: dict[str, Any], where: str, model_type: str) -> ModelConfig:
             keys.refuse_unless(name, accepted)
     packing, packed = packing_of(keys, family.packings, family.names, family.carried)
     spelled = family.spelled
-    keys.refuse_unless(spelled["act"], family.acts, family.acts[0])
     width, layers = keys.count(spelled["width"]), keys.count(spelled["n_layers"], most=MOST_LAYERS)
     heads = keys.count(spelled["n_heads"], family.n_heads)
     positions = keys.count(spelled["max_positions"], family.max_positions)

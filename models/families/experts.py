@@ -164,22 +164,15 @@ def _dense_layers(keys: Keys, family: ExpertKeys, layers: int) -> tuple[int, ...
     if family.typed:
         return tuple(i for i, kind in enumerate(keys.raw[BLOCK_TYPES]) if kind != EXPERTS)
     if family.listed and keys.raw.get("mlp_layer_types") is not None:
-        dense, said = _listed(keys, layers), '"mlp_layer_types" leaves'
-    elif family.leading is not None:
+        return _listed(keys, layers)
+    if family.leading is not None:
         first = keys.raw.get(family.leading_key, family.leading)
-        if type(first) is not int or not 0 <= first < layers:
-            raise keys.error(family.leading_key, f"an integer from 0 to {layers - 1}")
+        if type(first) is not int or first < 0:
+            raise keys.error(family.leading_key, "an integer of 0 or more")
         return tuple(range(first))
-    elif family.among:
-        dense, said = _among(keys, family, layers), '"decoder_sparse_step" and "mlp_only_layers" leave'
-    elif family.spaced:
-        said = '"moe_layer_start_index", "moe_layer_end_index" and "moe_layer_interval" leave'
-        dense = _spaced(keys, layers)
-    else:
-        return ()
-    if len(dense) == layers:
-        raise InputError(f"{keys.where}: {said} no layer with experts.")
-    return dense
+    if family.among:
+        return _among(keys, family, layers)
+    return _spaced(keys, layers) if family.spaced else ()
 
 
 def _listed(keys: Keys, layers: int) -> tuple[int, ...]:

@@ -7,14 +7,15 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from trireme.models.families import names
-from trireme.models.families.experts import ExpertKeys
+from trireme.models.families.experts import Act, ExpertKeys
 from trireme.models.families.latent import LatentKeys
 from trireme.models.families.names import MlpNames, Names
 from trireme.models.families.scans import DeltaKeys, MambaKeys
 
-SILU, GELU = ("silu", "swish"), ("gelu_pytorch_tanh", "gelu_new", "gelu_fast")  # the last three: one formula
-EXACT_GELU = "gelu"
-RELU2 = ("relu2",)
+ACTS: dict[str, Act] = dict.fromkeys(("silu", "swish"), "silu")
+ACTS |= dict.fromkeys(("gelu_pytorch_tanh", "gelu_new", "gelu_fast"), "gelu")  # one formula
+ACTS |= {"gelu": "exact gelu", "relu2": "relu2"}
+GELU, EXACT_GELU, RELU2 = "gelu_pytorch_tanh", "gelu", "relu2"
 SPELLED = dict(  # field -> key of config.json
     vocab="vocab_size",
     width="hidden_size",
@@ -59,7 +60,7 @@ class Family:
     entry_norm: bool = False  # embeddings pass a norm without weights
     post_eps_key: str = ""  # eps of norms behind mixers and MLPs, 1e-8 by default; "": that of the others
     gated: bool = True  # otherwise an activation between two matmuls
-    acts: tuple[str, ...] = SILU  # the first is the default
+    act: str = "silu"  # default of the activation
     tanh_meant: bool = False  # gelu in config.json stands for its approximation by tanh
     qk_norm: Literal["", "head", "width", "bare"] = ""  # norms of q and k: per head, over all, per head without weights
     qk_norm_key: str = ""  # key that says whether there are such norms; "": there are
@@ -94,7 +95,7 @@ class Family:
     qkv_bias: Flag = False
     o_bias: Flag = False
     mlp_bias: Flag = False
-    windows: Literal["none", "all", "above", "pattern"] = "none"
+    windows: Literal["none", "all", "above", "pattern"] = "none"  # above: a pattern, if use_sliding_window
     window: int | None = 4096
     before_key: str = ""  # key of the tokens before a token's own that a window has; "": none
     period: int = 0  # of "pattern": every period-th layer has no window; 0: all have

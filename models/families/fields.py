@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Literal, NamedTuple
 
 from trireme.models.families.experts import Act, parse_experts
-from trireme.models.families.family import EXACT_GELU, GELU, OF_LOGITS, OF_SCORES, RELU2, SILU, Family
+from trireme.models.families.family import ACTS, EXACT_GELU, OF_LOGITS, OF_SCORES, Family
 from trireme.models.families.keys import InputError, Keys, is_number
 from trireme.models.families.latent import Latent, parse_latent
 from trireme.models.families.names import direct
@@ -242,10 +242,9 @@ def _norm_of(family: Family) -> Literal["rms", "rms + 1", "layer"]:
 
 
 def act_of(keys: Keys, family: Family) -> Act:
-    """The activation that config.json names, which must be one of the family's."""
-    name = keys.raw.get(family.spelled["act"]) or family.acts[0]
+    """The activation that config.json names. Raises InputError."""
+    key, usual = family.spelled["act"], ACTS[family.act]
+    of_scans = (name for name, act in ACTS.items() if act == usual)  # where a recurrence has it, too
+    keys.refuse_unless(key, tuple(of_scans if family.scan else ACTS), family.act)
+    name = keys.raw.get(key, family.act)
     return "gelu" if name == EXACT_GELU and family.tanh_meant else ACTS[name]
-
-
-_ACTS: dict[Act, tuple[str, ...]] = {"silu": SILU, "gelu": GELU, "exact gelu": (EXACT_GELU,), "relu2": RELU2}
-ACTS = {name: act for act, names in _ACTS.items() for name in names}

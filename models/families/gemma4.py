@@ -7,6 +7,7 @@ from typing import Any
 
 from trireme.models.families.experts import Experts
 from trireme.models.families.family import Family
+from trireme.models.families.fields import act_of
 from trireme.models.families.keys import InputError, Keys
 from trireme.models.families.names import GEMMA4, GEMMA4_EXPERTS
 from trireme.models.families.rope import GLOBAL, LOCAL, Rope
@@ -20,15 +21,15 @@ def layers(keys: Keys, family: Family, width: int, n: int, heads: int) -> tuple[
             f'{keys.where}: "hidden_size_per_layer_input" and "num_kv_shared_layers" are those of Gemma 4 E2B and E4B, '
             "which are not supported. Take 12B, 26B-A4B or 31B."
         )
-    types, same = _types(keys, n), keys.flag("attention_k_eq_v", False)
+    types, same, act = _types(keys, n), keys.flag("attention_k_eq_v", False), act_of(keys, family)
     kinds = {LOCAL: _local(keys, family, heads), GLOBAL: _whole(keys, family, heads, types, same)}
-    mlps: tuple[Mlp | Experts, ...] = (Mlp(keys.count("intermediate_size"), "gelu"),)
+    mlps: tuple[Mlp | Experts, ...] = (Mlp(keys.count("intermediate_size"), act),)
     names = GEMMA4
     if keys.flag("enable_moe_block", False):
         names = GEMMA4_EXPERTS
         mlps += (Experts(
             keys.count("num_experts"), keys.count("top_k_experts"), keys.count("moe_intermediate_size"), True,
-            act="gelu", score_scale=width**-0.5,
+            act=act, score_scale=width**-0.5,
         ),)  # fmt: skip
     eps = keys.number("rms_norm_eps", family.eps)
     of_keys = replace(names.mixer, qkv=names.mixer.qkv[:2])

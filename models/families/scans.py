@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Any
 
-from trireme.models.families.keys import InputError, Keys, is_number
+from trireme.models.families.keys import Keys, is_number
 
 FULL, LINEAR = "full_attention", "linear_attention"  # in layer_types
 OLDER = {"attention": FULL, "mamba": LINEAR}  # other names of these
@@ -231,8 +231,6 @@ def _layers(
         types = [OLDER.get(t, t) if isinstance(t, str) else t for t in types]
     if not isinstance(types, list) or len(types) != layers or not all(t in kinds for t in types):
         raise keys.error(name, f"a list of {layers} names, each {' or '.join(kinds)}")
-    if FULL not in types:
-        raise InputError(f'{keys.where}: "{said or name}" has no layer of {FULL}: there must be one.')
     return [kind == LINEAR for kind in types]
 
 
@@ -254,6 +252,4 @@ def block_types(raw: dict[str, Any], where: str) -> dict[str, Any]:
     types, kinds = [OLDER.get(t, t) for t in types], tuple(LETTERS.values())
     if not all(t in kinds for t in types):
         raise keys.error(BLOCK_TYPES, f"a list of names, each {' or '.join(kinds)}")
-    if MLP not in types and EXPERTS not in types:
-        raise InputError(f"{where}: no layer is an MLP or experts: there must be one.")
     return raw | {BLOCK_TYPES: types, counted: len(types)}

@@ -45,7 +45,7 @@ _QWEN_VL: dict[str, Any] = dict(
     rope_types={"mrope": "default"}, inner=True,
 )  # fmt: skip
 _GEMMA2: dict[str, Any] = dict(
-    spelled=SPELLED | dict(act="hidden_activation"), add_one=True, acts=GELU, vocab=256000, n_heads=8, kv_heads=4,
+    spelled=SPELLED | dict(act="hidden_activation"), add_one=True, act=GELU, vocab=256000, n_heads=8, kv_heads=4,
     head_dim=256, max_positions=8192, tied=True, qkv_bias=BIAS, o_bias=BIAS, windows="pattern", period=2,
     query_scale=True, embed_root=True, caps={OF_SCORES: 50.0, OF_LOGITS: 30.0},
 )  # fmt: skip
@@ -53,7 +53,7 @@ FAMILIES = {
     "gpt2": Family(
         "GPT-2, DistilGPT-2",
         names=names.IN_OUT, spelled=OLD_SPELLED, aliases=OLD_ALIASES, layer_norm=True, gated=False,
-        acts=("gelu_new", *GELU), rotary=False, grouped=False,
+        act="gelu_new", rotary=False, grouped=False,
         max_positions=1024, eps=1e-5, tied=True, qkv_bias=True, o_bias=True, mlp_bias=True, by_layer=True,
     ),
     "llama": Family(
@@ -147,7 +147,7 @@ FAMILIES = {
     "nemotron_h": Family(
         "Nemotron-H, Nemotron Nano 2, Nemotron 3 (Nano 30B-A3B, Super 120B-A12B)",
         names=names.ONE_MIXER_EXPERTS, dense=names.ONE_MIXER.mlp, single=True, unadapted=("mixer.out_proj",),
-        spelled=SPELLED | dict(eps="layer_norm_epsilon", act="mlp_hidden_act"), gated=False, acts=RELU2,
+        spelled=SPELLED | dict(eps="layer_norm_epsilon", act="mlp_hidden_act"), gated=False, act=RELU2,
         vocab=131072, n_heads=32, kv_heads=8, head_dim=128, ffn=21504, max_positions=4096, eps=1e-5, unrotated="all",
         carried=("mtp.",),
         scan=MambaKeys(
@@ -168,7 +168,7 @@ FAMILIES = {
     ),
     "starcoder2": Family(
         "StarCoder 2",
-        names=names.PLAIN_MLP, spelled=SPELLED | dict(eps="norm_epsilon"), layer_norm=True, gated=False, acts=GELU,
+        names=names.PLAIN_MLP, spelled=SPELLED | dict(eps="norm_epsilon"), layer_norm=True, gated=False, act=GELU,
         kv_heads=2, max_positions=4096, eps=1e-5, tied=True, qkv_bias=True, o_bias=True, mlp_bias=True, windows="all",
         window=None,
     ),
@@ -201,14 +201,14 @@ FAMILIES = {
     ),
     "gemma3_text": Family(
         "Gemma 3 (270M to 27B)",
-        names=names.BOTH, spelled=SPELLED | dict(act="hidden_activation"), add_one=True, acts=GELU, qk_norm="head",
+        names=names.BOTH, spelled=SPELLED | dict(act="hidden_activation"), add_one=True, act=GELU, qk_norm="head",
         theta=1e6, local_theta=1e4, local_theta_key="rope_local_base_freq", vocab=262208, n_heads=8, kv_heads=4,
         head_dim=256, max_positions=131072, tied=True, qkv_bias=BIAS, o_bias=BIAS, windows="pattern", period=6,
         period_key=PATTERN, query_scale=True, embed_root=True, caps={OF_LOGITS: None},
     ),
     "gemma4_text": Family(
         "Gemma 4 (12B, 26B-A4B, 31B)",
-        names=names.GEMMA4, layers=gemma4.layers, spelled=SPELLED | dict(act="hidden_activation"), acts=GELU,
+        names=names.GEMMA4, layers=gemma4.layers, spelled=SPELLED | dict(act="hidden_activation"), act=GELU,
         vocab=262144, n_heads=8, head_dim=256, max_positions=131072, tied=True, embed_root=True,
         caps={OF_LOGITS: None}, nested=True,
         only={"use_bidirectional_attention": (None, False, "vision"),  # vision: of images' tokens
@@ -224,7 +224,7 @@ FAMILIES = {
     ),
     "gemma": Family(
         "Gemma 1 (2B, 7B), CodeGemma",
-        add_one=True, acts=(*GELU, EXACT_GELU), tanh_meant=True, vocab=256000, n_heads=16, kv_heads=16, head_dim=256,
+        add_one=True, act=GELU, tanh_meant=True, vocab=256000, n_heads=16, kv_heads=16, head_dim=256,
         max_positions=8192, tied=True, qkv_bias=BIAS, o_bias=BIAS, embed_root=True,
     ),
     "gemma2": Family("Gemma 2 (2B to 27B)", names=names.BOTH, **_GEMMA2),
@@ -232,7 +232,7 @@ FAMILIES = {
     "gpt_neox": Family(
         "Pythia, GPT-NeoX-20B",
         names=names.NEOX, spelled=SPELLED | dict(eps="layer_norm_eps", theta="rotary_emb_base", share="rotary_pct"),
-        layer_norm=True, gated=False, acts=(EXACT_GELU, *GELU), grouped=False, partial=0.25, eps=1e-5,
+        layer_norm=True, gated=False, act=EXACT_GELU, grouped=False, partial=0.25, eps=1e-5,
         qkv_bias=("attention_bias", True),
         o_bias=("attention_bias", True), mlp_bias=True, parallel=True,
     ),
@@ -535,13 +535,13 @@ FAMILIES = {
     ),
     "jais2": Family(
         "Jais 2 (8B, 70B)",
-        names=names.NO_GATE, spelled=SPELLED | dict(eps="layer_norm_eps"), layer_norm=True, gated=False, acts=RELU2,
+        names=names.NO_GATE, spelled=SPELLED | dict(eps="layer_norm_eps"), layer_norm=True, gated=False, act=RELU2,
         vocab=150272, n_heads=26, ffn=26624, max_positions=8192, eps=1e-5, qkv_bias=("attention_bias", True),
         o_bias=("attention_bias", True), mlp_bias=("mlp_bias", True),
     ),
     "arcee": Family(
         "AFM 4.5B",
-        names=names.NO_GATE, gated=False, acts=RELU2, max_positions=4096, eps=1e-5, qkv_bias=BIAS, o_bias=BIAS,
+        names=names.NO_GATE, gated=False, act=RELU2, max_positions=4096, eps=1e-5, qkv_bias=BIAS, o_bias=BIAS,
         mlp_bias=MLP_BIAS,
     ),
     "glm": Family("GLM-4-9B (chat-hf)", names=names.GATE_UP, **_GLM),

@@ -21,23 +21,17 @@ def windows(keys: Keys, family: Family, layers: int) -> list[int]:
     absent = keys.raw["sliding_window"] is None if given else family.window is None
     absent = absent or family.windows == "none"
     window = 0 if absent else keys.count("sliding_window", family.window)
-    if family.windows == "pattern":
+    if family.windows == "above" and not keys.flag("use_sliding_window", False):
+        window = 0
+    if family.windows in ("pattern", "above"):
         return _pattern(keys, family, layers, window)
-    first = 0
-    if family.windows == "above":
-        first = _first_window(keys, family, layers) if keys.flag("use_sliding_window", False) else layers
-    first = first if window else layers
-    types = keys.raw.get("layer_types")
-    whole = INDEXED if family.indexed else GLOBAL
-    wanted = lambda: [whole] * first + [LOCAL] * (layers - first)
-    if types is not None and not (isinstance(types, list) and len(types) == layers and types == wanted()):
-        some = f"{whole} in the first {first} layers and {LOCAL} in the others" if 0 < first < layers else ""
-        every = f"{LOCAL if first == 0 else whole} in all {layers} layers"
+    kind = LOCAL if window else INDEXED if family.indexed else GLOBAL
+    if keys.raw.get("layer_types") not in (None, [kind] * layers):
         raise InputError(
-            f'{keys.where}: "layer_types" must be {some or every}, as the other keys say; other patterns are not '
-            f"supported for {keys.raw['model_type']}."
+            f'{keys.where}: "layer_types" must be {kind} in all {layers} layers, as the other keys say; other patterns '
+            f"are not supported for {keys.raw['model_type']}."
         )
-    return [0] * first + [window] * (layers - first)
+    return [window] * layers
 
 
 def _first_window(keys: Keys, family: Family, layers: int) -> int:

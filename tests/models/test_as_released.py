@@ -293,6 +293,18 @@ READ = [
     ("deepseek_v3", {"rope_scaling": {"type": "longrope", "short_factor": [2.0] * 4, "long_factor": [3.0] * 4,
                                       "factor": 4.0, "mscale_all_dim": 0.7}}),
     ("ernie4_5_moe", {"moe_layer_interval": 2, "moe_layer_start_index": 0, "moe_layer_end_index": 2}),
+    # no layer with experts, with attention, with an MLP
+    ("deepseek_v3", {"first_k_dense_replace": 9}),
+    ("qwen3_moe", {"decoder_sparse_step": 5}),
+    ("exaone_moe", {"mlp_layer_types": ["dense"] * LAYERS}),
+    ("granitemoehybrid", {"layer_types": None}),
+    ("nemotron_h", {"layers_block_type": ["mamba", "attention"] * 2}),
+    ("nemotron_h", {"layers_block_type": ["mlp", "moe"] * 2}),
+    # activations that no release of the family has
+    *((name, {"hidden_act": act}) for name in ("llama", "qwen2_moe", "phi3") for act in ("gelu", "relu2", "gelu_new")),
+    ("gemma4_text", {"hidden_activation": "silu"}),
+    ("starcoder2", {"hidden_act": "swish"}),
+    ("qwen2", {"use_sliding_window": True, "sliding_window": 3, "layer_types": MIXED}),
 ]  # fmt: skip
 
 
@@ -362,14 +374,11 @@ REFUSED = [
     ("deepseek_v2", {"topk_method": "noaux_tc"}, "topk_method"),
     ("deepseek_v32", {"layer_types": [GLOBAL] * LAYERS}, "indexed_attention in all 4"),
     ("granite_swa", {"layer_rope_theta": [-1.0] * LAYERS}, "layer_rope_theta"),
-    ("exaone_moe", {"mlp_layer_types": ["dense"] * LAYERS}, '"mlp_layer_types" leaves no layer with experts'),
     ("hy_v3", {"mlp_layer_types": ["sparse"]}, "a list of 4 names, each dense or sparse"),
     ("hy_v3", {"mlp_bias": True}, '"mlp_bias": true is not supported'),
-    ("ernie4_5_moe", {"moe_layer_start_index": 4}, "leave no layer with experts"),
     ("mimo_v2_flash", {"num_key_value_heads": 4}, "a divisor of num_attention_heads . 2 = 2"),
     ("laguna", {"num_attention_heads_per_layer": [4, 3, 4, 4]}, "a list of 4 multiples of num_key_value_heads = 2"),
     ("laguna", {"gating": False}, "gating.*not supported"),
-    ("afmoe", {"num_dense_layers": 4}, "num_dense_layers"),
     ("lara_mini", {"layer_types": ["conv"] * LAYERS}, "layer_types"),
     ("cwm", {"rope_scaling": None}, '"rope_parameters" is null, expected an object'),
     ("mellum", {"rope_scaling": YARN}, '"rope_scaling".*is not supported'),
@@ -377,10 +386,8 @@ REFUSED = [
     ("dots1", {"n_shared_experts": None}, '"n_shared_experts" is null, expected a positive integer'),
     ("gpt_oss", {"rope_scaling": None}, "rope_parameters"),  # transformers would take YaRN
     ("qwen3_moe", {"num_experts_per_tok": 7}, '"num_experts_per_tok" is 7, more than the 6 of "num_experts"'),
-    ("qwen3_moe", {"decoder_sparse_step": 5}, '"decoder_sparse_step" and "mlp_only_layers" leave no layer'),
     ("qwen3_moe", {"mlp_only_layers": 0.5}, "mlp_only_layers"),
     ("qwen3_moe", {"router_aux_loss_coef": -1}, "router_aux_loss_coef"),
-    ("glm4_moe", {"first_k_dense_replace": 4}, "first_k_dense_replace"),
     ("minimax_m2", {"rotary_dim": 5}, "rotary_dim. is 5, expected a share"),
 ]  # fmt: skip
 
