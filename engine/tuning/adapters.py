@@ -220,7 +220,7 @@ def _config(cfg: ModelConfig, lora: Lora, base: str, separate: bool) -> dict[str
     full = {t: next(module for module in adaptable(cfg) if f".{module}".endswith(f".{t}")) for t in others}
     modules = [".".join(cfg.names.module(full[t]).split(".")[-len(t.split(".")) :]) for t in others]
     single = cfg.names.mlp.single or cfg.family.names.mlp.single  # however files have experts
-    like_experts = [t for t in modules if cfg.experts and t.rpartition(".")[2] in single]
+    like_experts = [t for t in modules if (cfg.experts or cfg.family.experts) and t.rpartition(".")[2] in single]
     matrices = (shapes.GATE_UP, shapes.DOWN) if experts and not separate else ()
     stacked = [cfg.names.module(f"{cfg.names.mlp.experts}.{matrix}") for matrix in matrices]
     parameters = [*stacked, *(f"{t}.weight" for t in like_experts)]
