@@ -293,17 +293,12 @@ READ = [
     ("deepseek_v3", {"rope_scaling": {"type": "longrope", "short_factor": [2.0] * 4, "long_factor": [3.0] * 4,
                                       "factor": 4.0, "mscale_all_dim": 0.7}}),
     ("ernie4_5_moe", {"moe_layer_interval": 2, "moe_layer_start_index": 0, "moe_layer_end_index": 2}),
-    # no layer with experts, with attention, with an MLP
     ("deepseek_v3", {"first_k_dense_replace": 9}),
     ("qwen3_moe", {"decoder_sparse_step": 5}),
     ("exaone_moe", {"mlp_layer_types": ["dense"] * LAYERS}),
     ("granitemoehybrid", {"layer_types": None}),
-    ("nemotron_h", {"layers_block_type": ["mamba", "attention"] * 2}),
-    ("nemotron_h", {"layers_block_type": ["mlp", "moe"] * 2}),
-    # activations that no release of the family has
-    *((name, {"hidden_act": act}) for name in ("llama", "qwen2_moe", "phi3") for act in ("gelu", "relu2", "gelu_new")),
-    ("gemma4_text", {"hidden_activation": "silu"}),
-    ("starcoder2", {"hidden_act": "swish"}),
+    *(("nemotron_h", {"layers_block_type": kinds * 2}) for kinds in (["mamba", "attention"], ["mlp", "moe"])),
+    *((name, {FAMILIES[name].spelled["act"]: act}) for name in ("phi3", "gemma4_text") for act in ("gelu", "relu2")),
     ("qwen2", {"use_sliding_window": True, "sliding_window": 3, "layer_types": MIXED}),
 ]  # fmt: skip
 

@@ -159,7 +159,6 @@ REFUSED = [
     (LLAMA | dict(model_type="ministral3"), ["default", "yarn"]),
     (LLAMA | dict(model_type="ministral3", rope_scaling=dict(type="yarn", factor=4)), ["llama_4_scaling_beta"]),
     (LLAMA | dict(model_type="glm4", partial_rotary_factor=0.01), ["partial_rotary_factor", "0.01"]),
-    (LLAMA | dict(model_type="gpt_neox", hidden_act="relu"), ["hidden_act", "relu"]),
     (LLAMA | dict(model_type="gpt_neox", hidden_act="gelu", use_parallel_residual=1), ["use_parallel_residual"]),
     (GRANITE4 | dict(layer_types=["attention"] * 31 + ["moe"]), ["layer_types", "linear_attention"]),
     (GRANITE4 | dict(num_local_experts=62, num_experts_per_tok=63), ["num_local_experts", "62"]),
