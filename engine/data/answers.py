@@ -76,8 +76,8 @@ def parse_map(text: str | None) -> dict[str, str]:
 def read(
     raw: Fields, renames: Mapping[str, str], kind: Kind, classes: Mapping[str, int] | None = None, table: bool = False
 ) -> Read:
-    """What a row of a file says. `renames`: those of --map. `classes`: number by word. `table`: as of normal. Raises
-    BadRow, RecursionError.
+    """What a row of a file says. `renames`: those of --map. `classes`: number by word, none of unlabelled rows.
+    `table`: as of normal. Raises BadRow, RecursionError.
     """
     try:
         return _read(forms.normal(raw, renames, table), renames.values(), kind, classes or {})
@@ -96,11 +96,9 @@ def read(
 def _read(row: Fields, mapped: Collection[str], kind: Kind, classes: Mapping[str, int]) -> Read:
     """`row`: normal; `mapped`: our names that --map gives. Raises BadRow."""
     forms.check_row(row)
-    weight, margin = _number(row, "weight"), _number(row, "margin") if kind == "rewards" else None
+    weight, margin = _number(row, "weight", 1e-6), _number(row, "margin", -1e6) if kind == "rewards" else None
     known = [key for key, number in (("weight", weight), ("margin", margin)) if number is not None]
     weight, value = 1.0 if weight is None else weight, margin or 0.0
-    if weight <= 0:
-        raise BadRow(f"'weight' is {weight:g}, expected a number above 0; leave out a row that is not to count")
     if row.get("label") is None and row.get("kto_tag") is not None:
         row, known = row | {"label": row["kto_tag"]}, [*known, "kto_tag"]
     pair = None if _SIDES.isdisjoint(row) else forms.find_form(row, PAIRS, mapped)
@@ -114,7 +112,7 @@ def _read(row: Fields, mapped: Collection[str], kind: Kind, classes: Mapping[str
         _refuse_preferences(row, pair, form)
     if form is None:
         raise _unknown(row, FORMS)
-    if kind and row.get("label") is None:
+    if (classes or kind == "labels") and row.get("label") is None:
         raise BadRow("has no 'label'; --map label=YOURS names your column")
     if kind == "classes" and form.keys[0] in ("messages", "conversations"):
         example: Example = forms.chat_of(row, form.keys[0], answered=False)
@@ -122,7 +120,7 @@ def _read(row: Fields, mapped: Collection[str], kind: Kind, classes: Mapping[str
         example = form.read(row)
     if kind == "classes":
         example = example._replace(ends=False) if isinstance(example, Text) else example
-        value = _labelled(_word(row["label"]), classes)
+        value = _labelled(_word(row["label"]), classes) if classes else 0.0
     elif kind == "labels":
         example = _last(example)
         weight *= _labelled(_word(row["label"]).strip().lower(), SIGNS)
@@ -130,12 +128,16 @@ def _read(row: Fields, mapped: Collection[str], kind: Kind, classes: Mapping[str
     return Read(f"{form.name},label" if kind else form.name, [example], unused, weight, value)
 
 
-def _number(row: Mapping[str, Any], key: str) -> float | None:
-    """A finite number, also in a string; None of another value, which is a column of something else."""
+def _number(row: Mapping[str, Any], key: str, least: float) -> float | None:
+    """A finite number, also in a string; None of another value, which is a column of something else. Raises BadRow if
+    it is less than `least` or so large that losses, in fp32, would be lost.
+    """
+    number = math.nan
     with suppress(ValueError, OverflowError, TypeError):
         number = float(row[key]) if key in row and not isinstance(row[key], bool) else math.nan
-        return number if math.isfinite(number) else None
-    return None
+    if math.isfinite(number) and not least <= number <= 1e6:
+        raise BadRow(f"{key!r} is {number:g}, expected {least:g} to 1e+06; leave out a row that is not to count")
+    return number if math.isfinite(number) else None
 
 
 # ---------------------------------------------------------------- rows of another form

@@ -116,7 +116,10 @@ class _Style:
         rendering, messages = self.written(chat)
         text, generated, tags = rendering.text, rendering.generated, self.template.tags
         self._check_written(messages, chat.tools, rendering, learned)
-        if learned and not (rendering.turns or generated):
+        astray = {i for i in generated if i < 0 or messages[i]["role"] != "assistant"}
+        context = len(learned) < sum(m["role"] == "assistant" for m in messages)  # which a block of no turn may be of
+        unclear = not generated.keys() >= {*learned} and (context if astray == {-1} else astray)
+        if learned and (unclear or not (rendering.turns or generated)):
             raise _not_located(learned[0])
         if tags:
             spans = sorted(span for i in (-1, *learned) for span in generated.get(i, ()))

@@ -144,7 +144,7 @@ class Dataset:
             pieces = pieces[pieces % 2 == 0]  # a pair's pieces are side by side
         piece = pieces[k % len(pieces)]
         shown = self._shown(piece, marks)
-        if self.options.kind == "classes":
+        if self.options.kind == "classes" and self.options.labels:
             label = self.options.labels[int(self._values(self.pieces[[piece]])[0])]
             return f"{shown} -> {marks[0]}{label}{marks[1]}"
         if not self.options.paired:
@@ -234,7 +234,8 @@ def load_dataset(
     other = find(options.general).files if options.general else []
     other_files = tuple(map(how.tokens, other))
     tidy(how.folder, {file.meta["key"] for file in (*files, *val_files, *other_files)})
-    if nowhere := set.intersection(*(set(file.meta["absent"]) for file in files)):
+    nowhere = set.intersection(*(set(file.meta["absent"]) for file in files))
+    if nowhere and not options.inherited:
         raise InputError(f"--map names {', '.join(map(repr, sorted(nowhere)))}, a column that no row has. Correct it.")
     whole = lambda named, files: _lay_out(named, files, documents.documents_of(files, options.kind), codec, options)
     general = whole(other, other_files) if other else None

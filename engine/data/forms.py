@@ -26,7 +26,6 @@ _READ = {*MASKS, *PLACES, "special_tokens_mask"}  # besides ids
 _ANSWERS = ("completion", "chosen", "rejected")  # that may be texts, or messages
 ANSWERING = ("assistant", "call")  # roles
 _SYSTEM = ("system", "developer")
-_FIXED = ("messages", "tools", "documents", "add_generation_prompt")  # variables of a template that are not a user's
 _SEVERAL = " Give each text a row of its own; of a file of columns, write one object a row"
 
 
@@ -222,8 +221,6 @@ def _chat(row: Fields, columns: Sequence[tuple[str, list[Any], bool]], answered:
             message["train"] = False  # learning to say nothing is not meant
     variables = typed(row.get("chat_template_kwargs") or {}, dict, "'chat_template_kwargs'", "an object")
     variables = {key: value for key, value in variables.items() if value is not None}
-    if fixed := [key for key in _FIXED if key in variables]:
-        raise BadRow(f"'chat_template_kwargs' sets {fixed[0]!r}, which is not a variable: leave it out")
     return Chat(messages.number_calls(conversation), messages.read_tools(row), variables or None)
 
 

@@ -36,6 +36,7 @@ class DataOptions:
     val: str | None = None  # share of rows to hold out (0.02), or a file
     general: str | None = None  # a file that is evaluated besides
     map: str | None = None  # prompt=question,completion=answer
+    inherited: bool = False  # the map is of another file, whose columns may be absent
     long: str | None = None  # cut, drop, split, error; None: split text, else cut
     pack: bool = True  # several documents a sequence
     skip_bad: bool = False
@@ -48,7 +49,7 @@ class DataOptions:
     system: str | None = None  # system message of conversations that have none
     variables: dict[str, Any] = field(default_factory=dict)  # of the chat template; a row's own win
     kind: Kind = ""  # of rows: with answers that are compared, or classes
-    labels: tuple[str, ...] = ()  # names of classes
+    labels: tuple[str, ...] = ()  # names of classes; () where rows need no label
     pad: int | None = None  # the token that is not scored
 
     @property
@@ -113,7 +114,7 @@ class _File:
         self.documents = list[tuple[np.ndarray, np.ndarray, _Pending]]()  # of the row that is being written
         self.fault = ""  # of that row
         self.broken = False  # the row before was bad: if it was a piece of a text, the next piece begins a document
-        self.n = self.bad = 0
+        self.n = self.bad = self.refused = 0  # rows; bad ones; of these, those that could be read
         self.first = (0, "")  # bad row, its fault
         self.forms, self.counts = Counter[str](), Counter(chats=0, tools=0)
         self.unused: dict[str, None] = {}  # keys, in order
@@ -225,8 +226,10 @@ class _File:
         """Raises InputError if rows are bad, or none is good."""
         if not self.hopeless and self.bad < self.n:
             return
-        counts = f" {self.bad:,} of {count(self.n, 'row')} bad" if self.bad else " Name another file with --data"
-        skip = "; --skip-bad drops and counts them" if self.bad < self.n else ""
+        judged = self.n if self.forms or not self.refused else self.bad  # the rest has not been tried
+        of = f"{'the first ' * (judged < self.n)}{count(judged, 'row')}"
+        counts = f" {self.bad:,} of {of} bad" if self.bad else " Name another file with --data"
+        skip = "; --skip-bad drops and counts them" if self.bad < judged else ""
         raise InputError(f"{self.source} {self.first_bad.rstrip('.') or 'holds no rows'}.{counts}{skip}.")
 
     # ------------------------------------------------ tokens
@@ -258,6 +261,7 @@ class _File:
         if not p.last:
             return
         if self.fault:
+            self.refused += 1
             self._reject(number, self.fault)
         else:
             self.forms[p.form] += p.starts

@@ -34,10 +34,10 @@ def csv_rows(file: BinaryIO, tabs: bool) -> Iterator[Row]:
     bare = tabs and comma == "\t"
     reader = csv.reader(chain([first], lines), delimiter=comma, strict=True, quoting=csv.QUOTE_NONE if bare else 0)
     number = lambda: reader.line_num + bool(named)  # of a row's last line
-    header = _unquoted(next(reader, [])) if bare else next(reader, [])
+    header = [name.strip() for name in (_unquoted(next(reader, [])) if bare else next(reader, []))]
     object_of([(name, None) for name in header])
     for cells in map(_unquoted, reader) if bare else reader:
-        if cells and [cell.removeprefix("\ufeff") for cell in cells] == header:
+        if cells and [cell.strip("\ufeff ") for cell in cells] == header:
             yield Row(number(), BadRow("is the header again. Were files joined? Give each with its own --data"))
         elif cells and len(cells) != len(header):
             yield Row(number(), BadRow(f"has {len(cells)} cells, the header {len(header)}"))

@@ -33,6 +33,8 @@ ALPACA = "Below is an instruction that describes a task"
 PROBE = "Qz7"  # in no template
 THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # keys: `thinking` in gpt-oss, `reasoning` in Solar
 
+_FIXED = ("messages", "tools", "documents", "add_generation_prompt")  # variables
+
 # Turn N of a loop over messages: _TURN N _OF … _END; a generation block: _GENERATION … _DONE.
 _TURN, _OF, _END, _GENERATION, _DONE = "\ufdd0", "\ufdd1", "\ufdd2", "\ufdd3", "\ufdd4"
 _MARK = re.compile(f"{_TURN}(\\d{{1,20}}){_OF}|{_END}|{_GENERATION}|{_DONE}")
@@ -105,11 +107,15 @@ def _has_mark(value: Any) -> bool:
     return r"\ufdd" in repr(value)
 
 
+def _is_tag(block: nodes.Node) -> bool:
+    """Whether a node is a {% generation %} block."""
+    return isinstance(block, nodes.CallBlock) and isinstance(block.call.node, nodes.ExtensionAttribute)
+
+
 def _takes_output(tree: nodes.Template) -> bool:
     """Whether a template may process what its loops or {% generation %} blocks write, as the filter of a block does."""
     for block in tree.find_all((nodes.Block, nodes.Macro, nodes.CallBlock, nodes.FilterBlock, nodes.AssignBlock)):
-        is_tag = isinstance(block, nodes.CallBlock) and isinstance(block.call.node, nodes.ExtensionAttribute)
-        if not is_tag and next(block.find_all((nodes.For, nodes.CallBlock)), None):
+        if not _is_tag(block) and next(block.find_all((nodes.For, nodes.CallBlock)), None):
             return True
     return any(loop.recursive for loop in tree.find_all(nodes.For))
 
@@ -160,7 +166,7 @@ class Template:
         """`variables`: bos_token, eos_token, ...; `date`: that of strftime_now, as 2026-03-31; None: today's."""
         self._variables, environment = dict[str, Any](variables), _environment(date)
         tree = environment.parse(source)
-        self.tags = re.search(r"\{%-?\s*generation\s*-?%\}", source) is not None
+        self.tags = any(map(_is_tag, tree.find_all(nodes.CallBlock)))
         self.reads = jinja2.meta.find_undeclared_variables(tree)
         self.names = {node.attr for node in tree.find_all(nodes.Getattr)}  # of keys, wherever they are
         self.names |= {node.value for node in tree.find_all(nodes.Const) if isinstance(node.value, str)}
@@ -170,7 +176,9 @@ class Template:
         self.takes_parts, self._parts = self._probe_parts()
 
     def with_variables(self, variables: Mapping[str, Any]) -> Template:
-        """The same template with more variables."""
+        """The same template with more variables. Raises BadRow for those that are not a user's."""
+        if fixed := [name for name in variables if name in _FIXED]:
+            raise BadRow(f"'chat_template_kwargs' sets {fixed[0]!r}, which is not a variable: leave it out")
         other = copy(self)
         other._variables = self._variables | dict(variables)
         return other
@@ -233,7 +241,7 @@ class Template:
         self, taken: Sequence[Fields], tools: list[Fields] | None = None, prompt: bool = False, marked: bool = False
     ) -> str:
         messages = [_Message(message, i) for i, message in enumerate(taken)] if marked else taken
-        fixed = {"messages": messages, "tools": tools, "documents": None, "add_generation_prompt": prompt}
+        fixed = dict(zip(_FIXED, (messages, tools, None, prompt), strict=True))
         try:
             return self._compiled.render(self._variables | fixed | {"__marked": marked})
         except Exception as error:  # the template may have written it, at any length

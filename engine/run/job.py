@@ -245,8 +245,9 @@ def check_paths(o: Options) -> None:
     check_options(o, None)
     for name in ("tokenizer", "adapter", "plan", "teacher", "chat_template"):
         path = getattr(o, name)
-        if path and path not in TEMPLATES and not hub.name_of(path) and not Path(path).exists():
-            raise InputError(f"{flag(name)} {path}: there is no such file or folder.")
+        file = Path(path or "") / ("tokenizer.json" if name == "tokenizer" else "")
+        if path and path not in TEMPLATES and not hub.name_of(path) and not file.exists():
+            raise InputError(f"{flag(name)} {path}: there is no {file}.")
     for text, look in (*((text, find) for text in o.data), (o.val, parse_val), (o.general, find)):
         if text not in (None, "-") and not hub.name_of(text, of_data=True):
             look(text)
@@ -261,7 +262,7 @@ def check_checkpoint(path: Path) -> None:
     what, way = "is a file", "Give the folder of a checkpoint: config.json, .safetensors"
     if not path.exists():
         near = difflib.get_close_matches(path.name, [each.name for each in path.absolute().parent.glob("*/")], 1)
-        what, way = "is not a folder", f"Did you mean {path.with_name(near[0])}?" if near else way
+        what, way = "is not a folder", f"Perhaps {quoted(path.with_name(near[0]))} is meant" if near else way
     elif snapshots := sorted(path.glob("snapshots/*")):
         what, way = "is a cache of the hub", f"Give the snapshot in it: {quoted(snapshots[-1])}"
     elif any(path.glob("*.gguf")) and not any(path.glob("*.safetensors")):

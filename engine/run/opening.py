@@ -221,9 +221,10 @@ def read_data(o: Options, opened: Opened) -> Dataset | None:
 def read_rows(o: Reading, cfg: ModelConfig, codec: Codec | None, names: Sequence[str], **others: Any) -> Dataset:
     """Rows of what `names` name, tokenized. `others`: of DataOptions. Raises InputError, OSError."""
     began, variables = time.monotonic(), json.loads(o.chat_template_kwargs or "{}")
+    inherited = not isinstance(o, Options) and "map" not in o.chosen  # by a command after the run
     options = DataOptions(
-        map=o.map, long=o.long, skip_bad=o.skip_bad, vocab_size=cfg.vocab, media=cfg.media, system=o.system,
-        variables=variables, **others,
+        map=o.map, inherited=inherited, long=o.long, skip_bad=o.skip_bad, vocab_size=cfg.vocab, media=cfg.media,
+        system=o.system, variables=variables, **others,
     )  # fmt: skip
     try:
         far = lambda name, position, size: screen.far(f"reading {name}", position, size, began)

@@ -143,6 +143,7 @@ MAP, LONG = Value(text, "OURS=YOURS"), choice("cut", "drop", "split", "error")
 DTYPE, BASE = choice("auto", "bf16", "fp32", "fp8"), choice("nf4", "fp8", "mxfp4")
 FORMATS, EXPERTS = choice("bf16", "same"), choice("stacked", "separate")
 EXPORT = choice("last", "best")
+SHARE = r"\+?[\d.]+([eE][+-]?\d+)?"  # and no file
 MINUTES_30 = Every(seconds=1800.0)
 TEMPLATE = f"another chat template: a .jinja file, or {', '.join(TEMPLATES)}"
 ASSUMED = "dry run for another machine: gpu=rtx4090,ram=128GiB,ssd=2x2TB@7/5,bus=x8"
@@ -278,7 +279,7 @@ class Options(Reading, Method, Machine):
 
     model: str = _data("Hugging Face checkpoint: a folder, or OWNER/NAME on the hub", DIR, "", "path")
     data: Texts = _data("files, folders or quoted patterns to train on; repeat it to mix", DATA, (), "path", words="-")
-    val: Text = _data("held-out data: a file, or a share of --data such as 0.02", FILE, None, "path", r"[\d.]+%?")
+    val: Text = _data("held-out data: a file, or a share of --data such as 0.02", FILE, None, "path", SHARE)
     general: Text = _data("other text, evaluated before and after the run: what was forgotten", FILE, None, "path run",
                           methods="sft")
     rope_factor: Real = _data("extend the context by this factor (YaRN), in config.json too", real(1), scope="run")
@@ -307,7 +308,8 @@ class Options(Reading, Method, Machine):
                                    needs="teacher")
     temperature: float = _train("temperature of the distributions of teacher and model", real(0.01, 100), 1.0,
                                 needs="teacher")
-    top_k: int = _train("number of the teacher's most likely tokens per label", integer(1, 256), 64, needs="teacher")
+    top_k: int = _train("number of the teacher's most likely tokens per label", integer(1, 256), 64, "run",
+                        needs="teacher")
     epochs: Real = _train("passes over the data [text 1, preferences 1, chats 3]", ABOVE_0)
     max_steps: Whole = _train("number of steps, instead of --epochs", N)
     batch_size: int = _train("sequences per optimizer step", N, 16, scope="run")

@@ -362,7 +362,7 @@ def with_teacher(job: Job, place: Folder, snapshot: Snapshot | None) -> Job:
     with screen.clock().at("reference"):
         if not is_scores(scores):
             scores = place.run / "teacher"
-            if not snapshot:
+            if not (snapshot and is_scores(scores)):
                 score.write(scores, Path(teacher), sources, teaching.k, job.cfg.vocab, job.options)
         read = [taught(data) for data in sources.values()]
     data = replace(read[0], held_out=held and read[-1])

@@ -163,6 +163,10 @@ def test_weights_samples_and_bad_rows(load, tmp_path):
     assert sorted(data.step(0, 2, 2)[0].weights) == [1, 2]
     with pytest.raises(InputError, match="no column|no row"):
         load(ids_of(5), map="unused=absent")
+    load(ids_of(5), map="unused=absent", inherited=True)
+    with pytest.raises(InputError, match="the first") as error:  # others are not tried
+        load([{"text": "\ud83d"}] * 50)
+    assert "--skip-bad" not in str(error.value)
 
 
 def test_tokens_that_a_model_has_not(load):

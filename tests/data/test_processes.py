@@ -31,9 +31,7 @@ def chats(*words):
     return [(i, Chat([{**TALK[0], "content": word}, TALK[1]])) for i, word in enumerate(words, 1)]
 
 
-@pytest.mark.parametrize(
-    "hostile", ["{% set x = 'a' * 10 ** 11 %}", "{% set x = [0] * 10 ** 10 %}", "{{ messages[9].x }}"]
-)
+@pytest.mark.parametrize("hostile", ["{% set x = 'a' * 10**11 %}", "{% set x = [0] * 10**10 %}", "{{ messages[9].x }}"])
 def test_a_row_that_fails_is_a_bad_row(tmp_path, hostile):
     codec = made(tmp_path, ON.replace("HERE", hostile))
     ((_, found),) = encoded(codec, [chats("good", "bad", "good")], 1)

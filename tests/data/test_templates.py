@@ -153,6 +153,7 @@ def test_texts_of_transformers(name, tmp_path):
 ASKED = "{% if add_generation_prompt %}<assistant>{% endif %}"
 FOUND = [  # template, talk, what is trained, joined by |
     (CHATML, "one turn", "Hello.<|im_end|>"),
+    ("{# {% generation %} #}" + CHATML, "one turn", "Hello.<|im_end|>"),
     (BUILT_IN["plain"], "one turn", "Hello.</s>"),
     (BUILT_IN["chatml"], "context", "Bracken.<|im_end|>"),
     ("{% for m in messages %}{{ '<' + m.role + '>' + m.content }}{% endfor %}" + ASKED, "short words", "4|8"),
@@ -183,6 +184,11 @@ INSIDE = (  # the answer of a tool is written by the turn of its call
     "{% endfor %}{% endif %}{% endfor %}" + ASKED
 )
 LOOP = "{% for m in messages %}{{ '<' + m.role + '>' + m.content }}{% endfor %}"
+SPEAK = "<a>{% generation %}{{ X.content }}</s>{% endgeneration %}{% endfor %}"
+PAIRED = [  # templates whose tags stand in no turn of their message
+    "{% for u, x in messages | batch(2) %}{{ u.content }}" + SPEAK.replace("X", "x"),
+    "{% for i in range(0, 4, 2) %}{{ messages[i].content }}" + SPEAK.replace("X", "messages[i + 1]"),
+]
 MEASURED = [  # templates that see what their loops have written
     "{% set x %}" + LOOP + "{% endset %}{{ x | length }}{{ x }}",
     "{% macro f() %}" + LOOP + "{% endmacro %}{{ f() | length }}{{ f() }}",
@@ -197,6 +203,8 @@ REFUSED = [  # template, talk, a word of the fault
     ("{{ messages[0].content }}", "one turn", "message 1"),
     ("{% for m in messages %}{% if m.role != 'user' %}{{ m.content }}{% endif %}{% endfor %}", "one turn", "message 0"),
     (CHATML, "call", "tide_at"),
+    *((source, "context", "located") for source in PAIRED),
+    (PAIRED[1], "short words", "located"),
     (INSIDE, "call", "message 1"),
     (INSIDE, "two calls", "message 1"),
 ]
@@ -238,3 +246,5 @@ def test_thoughts_that_are_left_out_or_empty_are_counted():
     variables = {"enable_thinking": False}
     template = ChatTemplate({"default": qwen3}, SPECIALS, None, (), "</s>")
     assert template.mark(chat_of(row_of(TALKS["one turn"]))._replace(variables=variables)).counts["thoughtless"] == 0
+    with pytest.raises(BadRow, match="documents"):
+        template.mark(chat_of(row_of(TALKS["one turn"]) | {"chat_template_kwargs": {"documents": []}}))

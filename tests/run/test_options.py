@@ -142,6 +142,7 @@ def test_config_lists_first_what_was_chosen(tmp_path):
     chosen, _, rest = config_file.write(o).decode().partition(config_file.REST)
     assert yaml.safe_load(chosen).keys() == {"model", "data", "lr"}
     assert "seed" in yaml.safe_load(rest)
+    assert config_file.saved(Options(val="2.5e-2"))["val"] == "2.5e-2"  # which is no path
 
 
 # ---------------------------------------------------------------- the table

@@ -19,8 +19,9 @@ RUN, SMALL = "model --data stories.txt", "--seq-len 64 --max-steps 1 --batch-siz
 REFUSED = [
     ("", 2, "no checkpoint", None),
     ("model", 2, "--data", f"{RUN} {SMALL}"),
-    ("modle --data stories.txt", 2, "modle.*Did you mean model", f"{RUN} {SMALL}"),
+    ("modle --data stories.txt", 2, "modle.*model", f"{RUN} {SMALL}"),
     (f"{RUN} --tokenizer nowhere", 2, "--tokenizer nowhere", None),
+    (f"{RUN} --tokenizer full", 2, "--tokenizer full.*tokenizer.json", None),
     ("--config nowhere.yaml", 2, "nowhere.yaml", None),
     ("OWNER/NAME --data storis.txt", 2, "storis.txt", None),
     ("OWNER/NAME --data stories.txt --val nowhere.txt", 2, "nowhere.txt", None),

@@ -19,6 +19,7 @@ from trireme.engine.build import build
 from trireme.engine.data.codec import Codec, load_codec
 from trireme.engine.data.dataset import Dataset
 from trireme.engine.data.find import Rows, find
+from trireme.engine.data.forms import normal
 from trireme.engine.data.prepare import Kind
 from trireme.engine.data.read import BadRow
 from trireme.engine.exchange import Exchange
@@ -123,13 +124,16 @@ def with_defaults(f: Finished, o: O) -> O:
     return replace(o, **values)
 
 
-def read_data(f: Finished, o: Eval, codec: Codec | None, name: str, kind: Kind) -> Dataset:
-    """A source of data, read as by the run that wrote the model. Raises InputError."""
+def read_data(f: Finished, o: Eval, codec: Codec | None, name: str, kind: Kind, labelled: bool = True) -> Dataset:
+    """A source of data, read as by the run that wrote the model. `labelled`: rows of classes have labels. Raises
+    InputError.
+    """
     seq_len, scored = o.seq_len or min(2048, f.cfg.max_positions), dict[str, Any]()
     if seq_len > f.cfg.max_positions:
         raise InputError(f"--seq-len {seq_len}: the model has {f.cfg.max_positions} positions. Lower it.")
     if f.cfg.scores:
-        scored = {"labels": f.labels, "pad": pad_in(read_raw(f.base), codec.facts.pad if codec else None)}
+        pad = pad_in(read_raw(f.base), codec.facts.pad if codec else None)
+        scored = {"labels": f.labels if labelled else (), "pad": pad}
     data = read_rows(o, f.cfg, codec, [name], seq_len=seq_len, kind=kind, **scored)
     for line in screen.labelled("data", data.report.lines()):
         screen.say(line)
@@ -142,9 +146,12 @@ def rows_in(name: str) -> Iterator[tuple[str, dict[str, Any]]]:
         rows = Rows(source.files)
         for row in rows:
             where = f"{source} {rows.unit} {row.number}"
-            if isinstance(row.value, BadRow):
-                raise InputError(f"{where}: {row.value}.")
-            yield where, dict(row.value)
+            try:
+                if isinstance(row.value, BadRow):
+                    raise row.value
+                yield where, normal(row.value, {}, source.is_table)
+            except BadRow as error:
+                raise InputError(f"{where}: {error}.") from None
 
 
 # ---------------------------------------------------------------- the engine

@@ -57,7 +57,6 @@ from trireme.models import head
 from trireme.models.config import InputError
 from trireme.models.losses.micro_batch import MicroBatch
 from trireme.storage.files import replace_synced
-from trireme.storage.temporary import Temporary
 
 PART = 1 << 26  # bytes of a part, at most about
 LONGEST = 256  # micro-batches of a part
@@ -101,13 +100,7 @@ def write(folder: Path, teacher: Path, sources: Mapping[str, Dataset], k: int, b
 
 def _write_answers(f: Finished, o: Score, codec: Codec | None, folder: Path) -> list[str]:
     """Writes a label or a reward for each row; returns a line for each file."""
-    sources, lines = list[Dataset](), list[str]()
-    for name in o.data:
-        with Temporary("trireme-rows-") as place:  # reading rows of a score head needs labels
-            rows = ({k: v for k, v in row.items() if k not in ("label", "labels")} for _, row in opened.rows_in(name))
-            labelled = (json.dumps(row | {"label": f.labels[0]}, ensure_ascii=False, default=str) for row in rows)
-            (place / "rows.jsonl").write_text("".join(f"{line}\n" for line in labelled), encoding="utf-8")
-            sources.append(opened.read_data(f, o, codec, str(place / "rows.jsonl"), "classes"))
+    sources, lines = [opened.read_data(f, o, codec, name, "classes", labelled=False) for name in o.data], list[str]()
     seq_len = sources[0].options.room
     folder.mkdir(parents=True, exist_ok=True)
     with opened.computing(f, o, seq_len) as e:
