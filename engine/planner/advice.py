@@ -58,7 +58,8 @@ def faster(f: Forecast, models: Models | None = None, sequences: int = ENDLESS, 
     for free, what, make in [*ways, *((False, *way) for way in _hardware(f))]:
         with suppress(DoesNotFit):
             changed = make()
-            check_drive(changed)
+            if not fits_drives(changed):
+                continue
             gain = changed.speed / f.speed
             if gain >= WORTH_SAYING:
                 step_s = changed.work.tokens / f.work.tokens * f.step.step_s / gain
@@ -99,21 +100,27 @@ def _hardware(f: Forecast) -> Iterator[Way]:
 # ---------------------------------------------------------------- what fits
 
 
+def fits_drives(f: Forecast) -> bool:
+    """Whether the drives hold what the run writes; without a drive, whether the plan needs none."""
+    return f.disk() <= f.room if f.has_drive else not f.plan.uses("ssd")
+
+
 def check_drive(f: Forecast) -> None:
-    """Raises DoesNotFit if the plan needs a drive and there is none, or more than the drives hold."""
-    plan, room, need, drive = f.plan, f.room, f.disk(), f.machine.ssd + f.files.existing > 0
-    if plan.uses("ssd") and not drive:
+    """Raises DoesNotFit, with advice, unless `fits_drives`."""
+    if fits_drives(f):
+        return
+    room, need = f.room, f.disk()
+    if not f.has_drive:
         ram = _enough_ram(f)
         raise DoesNotFit(
             f"weights and optimizer state need {whole_gib(ram)} of RAM, the limit is {whole_gib(f.limits.ram)} and "
             f"there is no SSD. Add ssd={math.ceil(need / DRIVE_SHARE / TB)}TB, or raise ram to "
             f"{whole_gib(math.ceil(ram / RAM_SHARE))} (--ram {whole_gib(ram)} of it)."
         )
-    if drive and need > room:
-        raise DoesNotFit(
-            f"the store and the export need {gb(need)}, {gb(need - room)} more than the drives take: "
-            f"{percent(1 - DRIVE_SHARE)} of them stays free. Raise ssd to {math.ceil(need / DRIVE_SHARE / TB)}TB."
-        )
+    raise DoesNotFit(
+        f"the store and the export need {gb(need)}, {gb(need - room)} more than the drives take: "
+        f"{percent(1 - DRIVE_SHARE)} of them stays free. Raise ssd to {math.ceil(need / DRIVE_SHARE / TB)}TB."
+    )
 
 
 def _enough_ram(f: Forecast) -> int:

@@ -218,8 +218,11 @@ def finer(s: Search, plan: Plan) -> Iterable[Plan]:
 
 
 def driven(s: Search, plan: Plan) -> Iterable[Plan]:
-    """More saved tensors than RAM holds, the rest on the SSD, with less state in RAM (Fuyou, section 4.4)."""
-    if not plan.uses("ssd") or s.resumed or s.geo.cfg.lora:  # a running run has allocated its scratch files
+    """More saved tensors than RAM holds, the rest on the SSD, with less state in RAM (Fuyou, section 4.4): of use only
+    if recomputation takes the time.
+    """
+    bound = s.steps[s.best].bound
+    if bound != "compute" or not plan.uses("ssd") or s.resumed or s.geo.cfg.lora:  # a run has its scratch files
         return
     less = replace(s.limits, ram=int(DRIVE_RAM * s.limits.ram))
     for size, strategy in product(s.sizes(plan.tokens), (Strategy("ram", 0.0, updates=0.0), Strategy("ram"))):

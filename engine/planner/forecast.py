@@ -195,6 +195,10 @@ class Forecast:
         return IN_FLIGHT * sum(sizes)
 
     @property
+    def has_drive(self) -> bool:
+        return self.machine.ssd + self.files.existing > 0
+
+    @property
     def room(self) -> int:
         """Bytes of the drives that the run may use, including those that it uses already; 0 without a drive. A reserve
         stays free if steps write state to the drives.

@@ -36,7 +36,7 @@ CONTENTION = 1.6
 # us
 WITHIN: dict[Kind, int] = {"forward": 4, "backward": 9}
 MICRO: tuple[Kind, ...] = ("forward", "backward", "loss")  # tasks of each micro-batch
-MIN_GROUPS = 8  # groups of micro-batches that are simulated, at least
+MIN_GROUPS, ROUGH_GROUPS = 8, 2  # groups of micro-batches that are simulated, at least; in a rough simulation
 MIN_PER_GPU = 4  # the same for each of several GPUs
 PIECES = 16  # pieces of the largest gradient in a rough simulation, at most
 HALF = 450  # tokens of a document with half of attention's best rate: shares are 0.54, 0.70, 0.73 at 1k, 4k, 8k
@@ -139,7 +139,7 @@ def _engine(
         raise ValueError("the plan uses a drive and the machine has none")
     cfg, rates = plan.cut(cfg), rates.with_moments(plan.adam_bits)
     merged = roughly or (plan.between == "gpu" and plan.gpus == 1)
-    k = merge_factor(batch.n_micro, plan.gpus) if merged else 1
+    k = merge_factor(batch.n_micro, plan.gpus, ROUGH_GROUPS if roughly else MIN_GROUPS) if merged else 1
     if plan.gpus > 1:  # one interpreter launches for all
         turns = CONTENTION * (plan.gpus - 1) * rates.launch_overhead
         rates = replace(rates, launch_overhead=plan.gpus * rates.launch_overhead, gap=rates.gap + turns)
@@ -202,11 +202,11 @@ def no_collection() -> Iterator[None]:
             gc.enable()
 
 
-def merge_factor(n_micro: int, gpus: int = 1) -> int:
-    """How many micro-batches are simulated as one: the largest divisor of `n_micro` that leaves at least MIN_GROUPS
-    groups, and MIN_PER_GPU for each of several GPUs, since with fewer the simulation has idle GPUs that a run has not.
+def merge_factor(n_micro: int, gpus: int, groups: int) -> int:
+    """How many micro-batches are simulated as one: the largest divisor of `n_micro` that leaves at least `groups`, and
+    MIN_PER_GPU for each of several GPUs, since with fewer the simulation has idle GPUs that a run has not.
     """
-    few = max(MIN_GROUPS, MIN_PER_GPU * gpus)
+    few = max(groups, MIN_PER_GPU * (gpus if gpus > 1 else 0))
     return max(k for k in range(1, n_micro + 1) if n_micro % k == 0 and (k == 1 or n_micro // k >= few))
 
 

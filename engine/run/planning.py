@@ -102,8 +102,8 @@ class Planner:
     ) -> tuple[Plan, Machine]:
         """Chooses the plan; also returns the machine, whose drives were measured if the plan may use them.
 
-        `limits`: of limits_for. `stores`: folders on drives. `by_rule`: without a search. Raises InputError,
-        DoesNotFit.
+        `limits`: of limits_for. `stores`: folders on drives. `by_rule`: without a search; whether assumed drives hold
+        it is not checked. Raises InputError, DoesNotFit.
         """
         o, wanted = self.options, self.wanted(work.sequences)
         wanted = replace(wanted, document=work.document, trained=work.trained, compared=work.compared)
@@ -112,7 +112,7 @@ class Planner:
                 raise InputError(f"--plan {o.plan}: {wrong}. Leave it out.")
             return plan, machine
         first = first_plan(self.cfg, limits, wanted, drive=not o.assume or bool(machine.ssd))
-        if o.assume:
+        if o.assume and not by_rule:
             check_drive(Forecast(self.cfg, first, machine, limits, work, files))
         if not self.on_cuda or by_rule:
             return first, machine

@@ -12,7 +12,7 @@ from trireme.engine.amounts import compact, count, duration, gb, gib, percent
 from trireme.engine.geometry import Geometry
 from trireme.engine.plan import DoesNotFit
 from trireme.engine.planner import lines as forecasts
-from trireme.engine.planner.advice import ENDLESS, faster
+from trireme.engine.planner.advice import ENDLESS, faster, fits_drives
 from trireme.engine.planner.clock import Part
 from trireme.engine.planner.host import available_ram, computed_by
 from trireme.engine.planner.whole import Events, compile_s, estimated_parts, evaluation_s, written
@@ -241,6 +241,8 @@ def alternatives(o: Options) -> str:
     for change in [] if o.resume or o.plan else tries:
         with suppress(DoesNotFit, InputError, OSError):
             job = make(replace(o, data=(), val=None, dry_run=True, **change), by_rule=True)
+            if o.assume and not fits_drives(job.forecast):
+                continue
             if not o.assume:
                 check_room(job)
             speed = f", at most {job.forecast.step.step_s:.3g} s a step" if job.on_gpu else ""
