@@ -36,7 +36,7 @@ CONTENTION = 1.6
 # us
 WITHIN: dict[Kind, int] = {"forward": 4, "backward": 9}
 MICRO: tuple[Kind, ...] = ("forward", "backward", "loss")  # tasks of each micro-batch
-MIN_GROUPS, ROUGH_GROUPS = 8, 2  # groups of micro-batches that are simulated, at least; in a rough simulation
+MIN_GROUPS, ROUGH_GROUPS = 8, 4  # groups of micro-batches that are simulated, at least; in a rough simulation
 MIN_PER_GPU = 4  # the same for each of several GPUs
 PIECES = 16  # pieces of the largest gradient in a rough simulation, at most
 HALF = 450  # tokens of a document with half of attention's best rate: shares are 0.54, 0.70, 0.73 at 1k, 4k, 8k

@@ -102,8 +102,7 @@ class Planner:
     ) -> tuple[Plan, Machine]:
         """Chooses the plan; also returns the machine, whose drives were measured if the plan may use them.
 
-        `limits`: of limits_for. `stores`: folders on drives. `by_rule`: without a search; whether assumed drives hold
-        it is not checked. Raises InputError, DoesNotFit.
+        `limits`: of limits_for. `stores`: on drives. `by_rule`: drives are not checked. Raises InputError, DoesNotFit.
         """
         o, wanted = self.options, self.wanted(work.sequences)
         wanted = replace(wanted, document=work.document, trained=work.trained, compared=work.compared)
@@ -112,17 +111,16 @@ class Planner:
                 raise InputError(f"--plan {o.plan}: {wrong}. Leave it out.")
             return plan, machine
         first = first_plan(self.cfg, limits, wanted, drive=not o.assume or bool(machine.ssd))
-        if o.assume and not by_rule:
-            check_drive(Forecast(self.cfg, first, machine, limits, work, files))
         if not self.on_cuda or by_rule:
             return first, machine
-        if first.uses("ssd") and not o.assume:
+        if o.assume:
+            check_drive(Forecast(self.cfg, first, machine, limits, work, files))
+        elif first.uses("ssd"):
             with screen.clock().at("probe"):  # anew for a resumed run: drives change
                 machine = with_drives(machine, stores, anew=self.fixed is not None)
         before = self.fixed.plan if self.fixed else None
-        if before and (before.mode != first.mode or not before.runs_on_cuda):
-            before = None
-        return choose(self.cfg, limits, machine.rates, wanted, before).plan, machine
+        same = before and before.mode == first.mode and before.runs_on_cuda
+        return choose(self.cfg, limits, machine.rates, wanted, before if same else None).plan, machine
 
     def wanted(self, sequences: int) -> Wanted:
         """What a plan is wanted for, with steps of `sequences`. Raises InputError."""

@@ -241,10 +241,10 @@ def alternatives(o: Options) -> str:
     for change in [] if o.resume or o.plan else tries:
         with suppress(DoesNotFit, InputError, OSError):
             job = make(replace(o, data=(), val=None, dry_run=True, **change), by_rule=True)
-            if o.assume and not fits_drives(job.forecast):
-                continue
             if not o.assume:
                 check_room(job)
+            elif not fits_drives(job.forecast):
+                continue
             speed = f", at most {job.forecast.step.step_s:.3g} s a step" if job.on_gpu else ""
             return f" This fits: {' '.join(f'{flag(name)} {value}' for name, value in change.items())}{speed}."
     return ""
