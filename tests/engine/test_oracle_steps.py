@@ -2,7 +2,6 @@
 
 import json
 
-import engines
 import pytest
 import torch
 import wrapped
@@ -49,31 +48,30 @@ def losses_of(model, steps, lr):
 
 @pytest.mark.grid("qwen3_moe", "qwen3_5_text")
 @pytest.mark.parametrize("model_type", sorted(FIRST))
-def test_steps_are_those_of_torch(model_type, tmp_path, monkeypatch):
+def test_steps_are_those_of_torch(model_type, tmp_path):
     """A step's loss has the updates of those before it."""
     theirs, _ = oracle(*CASES[FIRST[model_type]])
     theirs.get_input_embeddings().padding_idx = None  # nothing is padded here: that token is one of the text
     theirs.save_pretrained(tmp_path)
-    compare(tmp_path, theirs, monkeypatch)
+    compare(tmp_path, theirs)
 
 
 @pytest.mark.parametrize("model_type", sorted(WRAPPED))
-def test_steps_of_a_language_model_within_another(model_type, tmp_path, monkeypatch):
+def test_steps_of_a_language_model_within_another(model_type, tmp_path):
     theirs, config = wrapped.oracle(WRAPPED[model_type])
     theirs.get_input_embeddings().padding_idx = None
     tied = config.get("tie_word_embeddings", True)
     state = {name: t for name, t in theirs.state_dict().items() if not (tied and name.startswith("lm_head"))}
     (tmp_path / "config.json").write_text(json.dumps(config))
     save_file(wrapped.turned(parse_config(config), wrapped.spelled(theirs, state)), tmp_path / "model.safetensors")
-    compare(tmp_path, theirs, monkeypatch)
+    compare(tmp_path, theirs)
 
 
-def compare(folder, theirs, monkeypatch):
-    monkeypatch.setattr(engines, "BALANCE", 0.0)
+def compare(folder, theirs):
     cfg, source, _ = opened(folder)
     adamw = AdamW(eps=EPS, weight_decay=0.0, max_grad_norm=0.0)
     e = build(cfg, gpu_plan(cfg), LIMITS, RealQueues(threads=False), adamw=adamw)
     Exchange(cfg, source, e.placement).load()
     steps = batches(cfg, STEPS, 2, 24)
     lr = LOW_LR if cfg.scan or cfg.family.layers else LR
-    assert [seen[:2] for seen in train(e, steps, lr)] == list(losses_of(theirs, steps, lr))
+    assert [seen[:2] for seen in train(e, steps, lr, balance=0.0)] == list(losses_of(theirs, steps, lr))

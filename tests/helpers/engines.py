@@ -491,17 +491,18 @@ def make(cfg: ModelConfig, plan: Plan, queues=None, adamw: AdamW | None = None, 
 
 
 def train(
-    e: Engine, steps: list[list[Batch]], lr: float = 1e-2, between=lambda i, micro: None, of=None, preference=None
-):
+    e: Engine, steps: list[list[Batch]], lr: float = 1e-2, between=lambda i, micro: None, of=None, preference=None,
+    balance=BALANCE,
+):  # fmt: skip
     """(loss, gradient norm) of each step, of a mixture its load too, with a loss that evens it out; all
     updates applied at the end. `between(i, micro)` is called after i steps with the first step's micro-batches on the
-    device. `of`: the steps of all hosts."""
+    device. `of`: the steps of all hosts. `balance`: the weight of that loss."""
     places = [(rope_tables(e.cfg, 64, device), device) for device in e.queues.devices]
     kto = bool(preference) and preference.method == "kto"
     made = [[mb if isinstance(mb, InRam) else in_ram(e.cfg, mb, apart=kto) for mb in step] for step in steps]
     made = [with_dropout(e.cfg, step, 0, i) for i, step in enumerate(made)]
     first = [placed(mb, places) for mb in made[0]]
-    weight = BALANCE if e.cfg.experts and not e.cfg.experts.sigmoid else 0.0
+    weight = balance if e.cfg.experts and not e.cfg.experts.sigmoid else 0.0
     seen = []
     for i, step in enumerate(made):
         between(i, first)

@@ -1,5 +1,7 @@
 """The compiled CPU AdamW against the torch reference: equal bits, whatever the shape, alignment or thread count."""
 
+import fcntl
+import importlib.util
 import os
 import shutil
 import signal
@@ -25,6 +27,23 @@ HYPER = dict(lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
 needs_compiler = pytest.mark.skipif(
     shutil.which("c++") is None and shutil.which("g++") is None, reason="no C++ compiler"
 )
+
+
+def anew(source=host_adamw.__file__):
+    """The module as another process has it, without a library yet."""
+    spec = importlib.util.spec_from_file_location("anew", source)
+    spec.loader.exec_module(module := importlib.util.module_from_spec(spec))
+    return module
+
+
+@pytest.fixture
+def uncompiled(monkeypatch, tmp_path):
+    """The module where there is no compiler."""
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    module = anew()
+    assert module.library() is None
+    return module
 
 
 def bits(t):
@@ -94,20 +113,19 @@ def test_bits_equal_reference(n, split, grad_dtype, decay, shift, step, clip, gr
     both(host_adamw.adamw_, tensors, clip, n_decay=round(decay * n), step=step)
 
 
-def in_parts(*tensors, **hyper):
-    host_adamw.adamw_(*tensors, part="weights", **hyper)
-    host_adamw.adamw_(*tensors, part="moments", **hyper)
-
-
 @pytest.mark.parametrize("split", [False, True])
 @pytest.mark.parametrize("grad_dtype", [BF16, F32])
-def test_weights_then_moments_leave_the_same_bits(split, grad_dtype, monkeypatch):
+def test_weights_then_moments_leave_the_same_bits(split, grad_dtype, uncompiled):
     tensors = state(4099, split, grad_dtype)
-    both(in_parts, tensors)
+    for module in (host_adamw, uncompiled):
+
+        def in_parts(*tensors, module=module, **hyper):
+            module.adamw_(*tensors, part="weights", **hyper)
+            module.adamw_(*tensors, part="moments", **hyper)
+
+        both(in_parts, tensors)
     for part in ("weights", "moments"):
         both(host_adamw.adamw_, tensors, part=part)
-    monkeypatch.setattr(host_adamw, "library", lambda: None)
-    both(in_parts, tensors)
 
 
 def test_every_gradient_bit_pattern():
@@ -291,12 +309,10 @@ def test_calls_from_several_threads_take_turns():
 
 
 @pytest.mark.parametrize("compiled", [True, False])
-def test_updates_together(compiled, monkeypatch):
-    if not compiled:
-        monkeypatch.setattr(host_adamw, "library", lambda: None)
+def test_updates_together(compiled, uncompiled):
     units = [state(n, True, BF16, seed=n) for n in (host_adamw.RECORD + 5, 0, 17, 3 * host_adamw.RECORD)]
     want, got = [copies(t) for t in units], [copies(t) for t in units]
-    with host_adamw.Workers(3) as workers:
+    with (host_adamw if compiled else uncompiled).Workers(3) as workers:
         with workers.together():
             for tensors in got:
                 workers.adamw_(*tensors, torch.ones(1), **HYPER, n_decay=3, step=2)
@@ -334,37 +350,34 @@ def built_once(tmp_path_factory):
 
 @pytest.fixture
 def fresh(monkeypatch, tmp_path, built_once):
-    """An empty cache folder, and the library built anew on the next call, by a compiler that copies `built_once`."""
+    """An empty cache folder, for a library that a compiler makes which copies `built_once`."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     copies = f'while [ $# -gt 0 ]; do [ "$1" = -o ] && cp {built_once} "$2"; shift; done'
     (tmp_path / "copies").mkdir()
     monkeypatch.setenv("CXX", str(compiler(tmp_path / "copies", copies)))
-    host_adamw._built.cache_clear()
-    yield tmp_path / "cache" / "trireme"
-    host_adamw._built.cache_clear()
+    return tmp_path / "cache" / "trireme"
 
 
 @pytest.mark.full
 @needs_compiler
-def test_a_build_is_cached_by_its_source_and_leaves_no_part(fresh, monkeypatch, tmp_path):
+def test_a_build_is_cached_by_its_source_and_leaves_no_part(fresh, tmp_path):
     fresh.mkdir(parents=True)
     fresh.chmod(0o777)  # becomes private
     umask = os.umask(0)
     try:
-        assert host_adamw.library() is not None, host_adamw.why_slow()
+        assert anew().library() is not None
     finally:
         os.umask(umask)
     (built,) = fresh.iterdir()
     assert [stat.S_IMODE(path.stat().st_mode) for path in (fresh, built)] == [0o700, 0o700]
-    with monkeypatch.context() as cached:
-        cached.setattr(host_adamw, "_compiled", lambda *_: pytest.fail("compiled again"))
-        host_adamw._built.cache_clear()
-        assert host_adamw.library() is not None
-    changed = tmp_path / "host_adamw.cpp"
-    changed.write_text(host_adamw.SOURCE.read_text() + "// a later version\n")
-    monkeypatch.setattr(host_adamw, "SOURCE", changed)
-    host_adamw._built.cache_clear()
-    assert host_adamw.library() is not None
+    made = built.stat().st_mtime_ns
+    assert anew().library() is not None
+    assert built.stat().st_mtime_ns == made, "compiled again"
+    for path in (Path(host_adamw.__file__), host_adamw.SOURCE):
+        shutil.copy(path, tmp_path)
+    with (tmp_path / host_adamw.SOURCE.name).open("a") as later:
+        later.write("// a later version\n")
+    assert anew(tmp_path / "host_adamw.py").library() is not None
     assert len(list(fresh.iterdir())) == 2
 
 
@@ -387,7 +400,7 @@ static int ran = (std::ofstream("%s") << "ran", 0);
 @pytest.mark.parametrize("planted", ["damaged", "without functions", "of another owner", "writable", "link"])
 def test_only_this_users_sound_library_is_loaded(fresh, monkeypatch, tmp_path, planted):
     """Anything else in its place is built anew, and is not run."""
-    host_adamw.library()
+    anew().library()
     (built,) = fresh.iterdir()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))  # what is loaded by its name is not opened again
     place = tmp_path / "other" / "trireme" / built.name
@@ -403,11 +416,11 @@ def test_only_this_users_sound_library_is_loaded(fresh, monkeypatch, tmp_path, p
         place.chmod(0o777)
     elif planted == "link":
         place.symlink_to(tmp_path / "planted.so")
-    host_adamw._built.cache_clear()
-    assert host_adamw.library() is not None
+    module = anew()
+    assert module.library() is not None
     assert not (tmp_path / "ran").exists()
     assert planted not in ("damaged", "without functions") or place.stat().st_size == built.stat().st_size
-    both(host_adamw.adamw_, state(100, True, BF16))
+    both(module.adamw_, state(100, True, BF16))
 
 
 @pytest.mark.full
@@ -422,9 +435,9 @@ def test_without_a_cache_the_library_is_built_and_not_kept(fresh, monkeypatch, t
         monkeypatch.setattr(os, "geteuid", lambda: fresh.stat().st_uid + 1)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        assert host_adamw.library() is not None
+        assert (module := anew()).library() is not None
     assert not fresh.exists() or not list(fresh.iterdir())
-    both(host_adamw.adamw_, state(100, True, BF16))
+    both(module.adamw_, state(100, True, BF16))
 
 
 @pytest.mark.full
@@ -433,8 +446,8 @@ def test_without_march_native(fresh, monkeypatch, tmp_path):
     real = shutil.which("c++") or shutil.which("g++")
     picky = compiler(tmp_path, f'for a in "$@"; do [ "$a" = -march=native ] && exit 1; done; exec {real} "$@"')
     monkeypatch.setenv("CXX", str(picky))
-    assert host_adamw.library() is not None
-    both(host_adamw.adamw_, state(1001, True, BF16))
+    assert (module := anew()).library() is not None
+    both(module.adamw_, state(1001, True, BF16))
 
 
 @pytest.mark.full
@@ -453,7 +466,7 @@ def test_what_a_killed_compiler_leaves_is_removed_by_the_next(fresh, monkeypatch
     child = os.fork()
     if not child:
         try:
-            host_adamw.library()
+            anew().library()
         finally:
             os._exit(0)  # it was not killed
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
@@ -465,17 +478,22 @@ def test_what_a_killed_compiler_leaves_is_removed_by_the_next(fresh, monkeypatch
     file.touch()
     link.symlink_to(tmp_path)
     monkeypatch.setenv("CXX", sound)
-    with host_adamw._locked(used):
-        assert host_adamw.library() is not None
+    fd = os.open(used, os.O_RDONLY)
+    fcntl.flock(fd, fcntl.LOCK_EX)
+    assert anew().library() is not None
+    os.close(fd)
     assert {path for path in parent.iterdir() if path.suffix != ".so"} == {used, file, link}
     assert not list((tmp_path / "tmp").glob("cc*"))
 
 
 @pytest.mark.full
-def test_what_a_compiler_that_does_not_end_has_started_ends_with_it(fresh, monkeypatch, tmp_path):
-    monkeypatch.setattr(host_adamw, "PATIENCE", 1)
-    monkeypatch.setenv("CXX", str(compiler(tmp_path, f"sleep 60 & echo $! > {tmp_path}/pid; wait")))
-    assert host_adamw.library() is None
+def test_what_a_compiler_has_started_ends_with_it(fresh, monkeypatch, tmp_path):
+    """When a compilation is given up, as by Ctrl-C."""
+    monkeypatch.setenv(
+        "CXX", str(compiler(tmp_path, f"sleep 60 & echo $! > {tmp_path}/pid; sleep 0.5; kill -2 $PPID; wait"))
+    )
+    with pytest.raises(KeyboardInterrupt):
+        anew().library()
     status = Path(f"/proc/{(tmp_path / 'pid').read_text().strip()}/stat")
     with suppress(OSError):
         for _ in range(100):  # it ends a moment after it is killed
@@ -491,13 +509,15 @@ def test_without_a_compiler_the_bits_are_the_same_and_the_reason_is_known(fresh,
     monkeypatch.setenv("PATH", str(tmp_path))
     if broken:
         compiler(tmp_path, "echo cannot >&2; exit 1")
-    assert host_adamw.library() is None
-    assert ("c++ fails: cannot. Repair it" if broken else "no C++ compiler") in host_adamw.why_slow()
-    both(host_adamw.adamw_, state(host_adamw.RECORD + 5, True, BF16), n_decay=host_adamw.RECORD + 2)
+    module, RECORD = anew(), host_adamw.RECORD
+    assert module.library() is None
+    for part in ("c++", "cannot", "CXX") if broken else ("c++", "g++"):
+        assert part in module.why_slow()
+    both(module.adamw_, state(RECORD + 5, True, BF16), n_decay=RECORD + 2)
     for width, (run, oracle) in NARROW.items():
-        tensors = narrow(state(host_adamw.RECORD + 300, True, BF16), width)
-        both(run, tensors, oracle=oracle, n_decay=host_adamw.RECORD + 2, seed=4, first=256)
-    with host_adamw.Workers(2) as workers:
+        tensors = narrow(state(RECORD + 300, True, BF16), width)
+        both(getattr(module, run.__name__), tensors, oracle=oracle, n_decay=RECORD + 2, seed=4, first=256)
+    with module.Workers(2) as workers:
         tensors = state(70_000, False, F32)
         both(workers.adamw_, tensors)
 

@@ -77,14 +77,14 @@ def test_classes_are_those_of_transformers(name, tmp_path):
 
 @pytest.mark.parametrize("labels", [1, 3])
 @pytest.mark.parametrize("trained", [True, False])
-def test_gradients_are_those_of_autograd(labels, trained, monkeypatch):
-    """In pieces of a few documents; a head without a document adds nothing."""
-    monkeypatch.setattr(head, "SCORE_ROWS", 3)
+def test_gradients_are_those_of_autograd(labels, trained):
+    """Of more documents than a head reads at once; a head without a document adds nothing."""
+    T = 2 * head.SCORE_ROWS + 100  # half of them end a document
     cfg = replace(parse_config(LLAMA), scores=labels, tied=False)
     torch.manual_seed(0)
     make = partial(torch.randn, dtype=torch.float32)
-    x, weight, w_out, rows = make(40, 16), make(16), make(labels, 16), torch.arange(1, 40, 5)
-    classes, factors = torch.full((40,), -100), torch.rand(40)
+    x, weight, w_out, rows = make(T, 16), make(16), make(labels, 16), torch.arange(1, T, 2)
+    classes, factors = torch.full((T,), -100), torch.rand(T)
     classes[rows] = torch.randint(0, labels, (len(rows),))
     g = [torch.zeros(16), torch.zeros(labels, 16) if trained else torch.empty(0, 0)]
     dx, correct = torch.full_like(x, float("nan")), torch.zeros(1, dtype=torch.float64)

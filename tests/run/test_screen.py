@@ -33,13 +33,21 @@ def plain(text: str) -> str:
     return re.sub(r"\x1b\[[\d;]*m", "", text)
 
 
-def test_a_terminal_redraws_one_line_and_keeps_the_others(monkeypatch):
+@pytest.fixture
+def clock(monkeypatch) -> list[float]:
+    """Seconds that time.monotonic says."""
+    seconds = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: seconds[0])
+    return seconds
+
+
+def test_a_terminal_redraws_one_line_and_keeps_the_others(clock):
     terminal = Terminal()
     with screen.to(terminal):
         screen.say("model    a")
         screen.show("step 1/9  loss 2.0")
         screen.say("warning: b")
-        monkeypatch.setattr(screen, "TERMINAL", 0.0)
+        clock[0] += 1  # second
         screen.show("step 2/9  loss 1.9")
         screen.show("step 9/9  loss 1.0", final=True)
     assert on_screen(plain(terminal.getvalue())) == ["model    a", "warning: b", "step 9/9  loss 1.0", ""]
@@ -77,9 +85,7 @@ def record(step: int, loss: float) -> dict:
     return dict(step=step, loss=loss, step_time_s=0.1, **same)
 
 
-def test_a_line_stays_for_each_tenth_but_not_within_ten_seconds(tmp_path, monkeypatch):
-    clock = [0.0]
-    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+def test_a_line_stays_for_each_tenth_but_not_within_ten_seconds(tmp_path, clock):
     terminal = Terminal()
     with screen.to(terminal):
         log = Log(tmp_path, 100, 0, 0, [])

@@ -5,7 +5,6 @@ import json
 import re
 from copy import deepcopy
 
-import engines
 import pytest
 import torch
 import transformers
@@ -134,7 +133,7 @@ def trained_logits(folder, cfg, steps):
     e = build(cfg, gpu_plan(cfg, n_micro=1), LIMITS, RealQueues(threads=False), adamw=adamw)
     Exchange(cfg, source, e.placement, adapter.values).load()
     batch = batches(cfg, 1, 1, 24)[0]
-    train(e, [batch] * steps, lr=0.01)
+    train(e, [batch] * steps, lr=0.01, balance=0.0)
     save_adapter(folder / "further", cfg, Reader(e.placement), str(folder / "base"))
     set_keys(folder / "adapter", lora_dropout=0.0)
     theirs = peft.PeftModel.from_pretrained(loaded(folder / "base"), folder / "adapter", is_trainable=True)
@@ -149,8 +148,7 @@ def trained_logits(folder, cfg, steps):
 
 @pytest.mark.grid
 @pytest.mark.parametrize("row", [*TRAINED, "single experts"])
-def test_training_goes_on_as_in_peft(row, tmp_path, monkeypatch):
-    monkeypatch.setattr(engines, "BALANCE", 0.0)
+def test_training_goes_on_as_in_peft(row, tmp_path):
     case, asked = TRAINED.get(row, ("qwen3 moe", {}))
     adapter, cfg = make(tmp_path, case, **asked)
     if row == "single experts":

@@ -117,7 +117,7 @@ def test_adapters_are_trained_as_on_the_quantized_checkpoint(tmp_path, base, mod
         assert sum(layout.nbytes for layout in e.geo.base) < 0.8 * wide
 
 
-def test_parts_of_a_matrix_are_those_of_the_whole(tmp_path, monkeypatch):
+def test_parts_of_a_matrix_are_those_of_the_whole(tmp_path):
     for base, packing in BASES.items():
         oracle("qwen3", LLAMA | EVEN if base == "mxfp4" else LLAMA)[0].save_pretrained(tmp_path)
         cfg, source, stored = opened(tmp_path, lambda cfg: adapted(cfg, Lora(2, 4.0, ("q_proj",))))
@@ -125,10 +125,8 @@ def test_parts_of_a_matrix_are_those_of_the_whole(tmp_path, monkeypatch):
         for part in packing.parts:  # fp8: one block, short in both ways
             name = f"model.layers.1.mlp.up_proj.weight{part.suffix}"
             whole = np.concatenate(list(source.values(name)))
-            monkeypatch.setattr("trireme.engine.tuning.quantized.STRIP", 500)
             for first, last in ((0, 1), (len(whole) // 3, len(whole)), (0, len(whole))):
                 assert np.array_equal(np.concatenate(list(source.values(name, first, last))), whole[first:last])
-            monkeypatch.undo()
 
 
 @pytest.mark.parametrize("base", BASES)
@@ -147,13 +145,12 @@ def test_matrices_of_several_in_one_tensor_are_quantized_by_rows(base):
 
 
 @pytest.mark.full
-def test_with_a_store_a_base_is_quantized_once(tmp_path, monkeypatch):
+def test_with_a_store_a_base_is_quantized_once(tmp_path):
     """Into a file that is read in place: bitwise the same. A checkpoint of other values makes another."""
     for model_type, keys in (("qwen3", LLAMA), ("qwen3_moe", MIXTURE)):
         folder, store = tmp_path / model_type, tmp_path / "store"
         store.mkdir(exist_ok=True)
         oracle(model_type, keys)[0].bfloat16().save_pretrained(folder)
-        monkeypatch.setattr("trireme.engine.tuning.quantized.STRIP", 500)
         cfg, source, stored = opened(folder, lambda cfg: adapted(cfg, Lora(2, 4.0, ("q_proj",))))
         cfg, anew = quantized(cfg, source, "nf4", stored)
         kept = cached(anew, store)
