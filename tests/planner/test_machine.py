@@ -123,13 +123,6 @@ def test_the_launches_of_a_small_block_are_measured():
     assert said > 0.9 * block
 
 
-@pytest.mark.full
-def test_a_small_block_and_updates_in_both_formats_run_on_a_cpu():
-    assert starts.block_seconds(CPU) > 0
-    found = processor.processor_rates(CPU, "BF16")
-    assert min(found["adam"], found["adam8"]) > 0
-
-
 def test_a_probe_takes_half_of_the_ram_at_most():
     assert copies.trial_sizes(1 << 40) == (1 << 25, copies.COPY)
     for ram in (*(1 << k for k in range(24, 40)), 3 * 10**9, 10**10):
@@ -372,6 +365,7 @@ def test_unequal_gpus_have_limits_and_rates_of_their_own(cards, monkeypatch, tmp
     assert host.choose_gpus("all", torch.device("cuda", 2)) == 1
     gib = 1 << 30
     free = [40, 38, 80]
+    monkeypatch.setattr(torch, "zeros", lambda *_, **__: None)  # makes a context
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free[device.index] * gib, 96 * gib))
     partly = host.memory_limits(cards, None, 64 * gib, 2)
     assert [partly.of(gpu) + host.GPU_RESERVE for gpu in range(2)] == [40 * gib, 38 * gib], "another process has some"
