@@ -42,7 +42,7 @@ from trireme.models.config import InputError
 
 pytestmark = pytest.mark.grid
 
-DEEP = of("llama", num_hidden_layers=6)
+DEEP, STEPS = of("llama", num_hidden_layers=6), 2
 DEALS = {"two": (0, 1), "three": (2, 0, 1), "runs": (0, 0, 1, 1), "one of two": (1,), "ends": (1, 0, 0, 0, 0, 0, 0, 1)}
 
 
@@ -51,13 +51,13 @@ def in_one_memory():
     @cache
     def run(tied):
         e = make(replace(DEEP, tied=tied), gpu_plan(DEEP, dtype="BF16", n_micro=3))
-        return train(e, batches(DEEP, 3, 3, 24)), final_weights(e)
+        return train(e, batches(DEEP, STEPS, 3, 24)), final_weights(e)
 
     return run
 
 
 def check(plan, queues, expected, tied=False):
-    check_same(make(replace(DEEP, tied=tied), plan, queues), batches(DEEP, 3, 3, 24), *expected(tied))
+    check_same(make(replace(DEEP, tied=tied), plan, queues), batches(DEEP, STEPS, 3, 24), *expected(tied))
 
 
 @pytest.mark.parametrize(
@@ -98,16 +98,16 @@ BASES = (UnitPlan("ram", "ram", "gpu"), UnitPlan(x="ram", base="ssd"), UnitPlan(
 
 @pytest.fixture(scope="module", params=OF_EXPERTS)
 def experts_in_one_memory(request):
-    """Losses, norms and loads of three steps with a loss of balance, then the weights."""
+    """Losses, norms and loads of steps with a loss of balance, then the weights."""
     cfg = OF_EXPERTS[request.param]
     e = make(cfg, gpu_plan(cfg, dtype="BF16", n_micro=3))
-    return cfg, train(e, batches(cfg, 3, 3, 24)), final_weights(e)
+    return cfg, train(e, batches(cfg, STEPS, 3, 24)), final_weights(e)
 
 
 def check_experts(expected, queues, deal):
     cfg, *expected = expected
     plan = relayed(gpu_plan(cfg, units=BASES * 2, dtype="BF16", n_micro=3, record=700), deal, cfg.tied)
-    check_same(make(cfg, plan, queues(plan.gpus)), batches(cfg, 3, 3, 24), *expected)
+    check_same(make(cfg, plan, queues(plan.gpus)), batches(cfg, STEPS, 3, 24), *expected)
 
 
 @pytest.mark.full

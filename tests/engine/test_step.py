@@ -75,8 +75,8 @@ BETWEEN = {
 ALWAYS = ("evaluate", "sample")
 
 
-def run(e, n_micro: int, between=((),) * 4, method=None):
-    """(losses of three steps, what came of `between`: names of BETWEEN for each place, by place and name)."""
+def run(e, n_micro: int, between=((),) * 3, method=None):
+    """(losses of steps, what came of `between`: names of BETWEEN before, between and after them, by place and name)."""
     told = {}
 
     def do(i, micro):
@@ -84,20 +84,20 @@ def run(e, n_micro: int, between=((),) * 4, method=None):
             told[i, name] = BETWEEN[name](e, micro)
             assert not e.weights.loaded, f"after {name} a buffer stays owned"
 
-    steps, preference = data_of(e.cfg, n_micro, method)
+    steps, preference = data_of(e.cfg, len(between) - 1, n_micro, method)
     return train(e, steps, between=do, preference=preference), told
 
 
-def data_of(cfg, n_micro, method):
-    """(three steps' micro-batches, Preference)."""
+def data_of(cfg, steps, n_micro, method):
+    """(the steps' micro-batches, Preference)."""
     if method is None:
-        return batches(cfg, 3, n_micro, 24), None
+        return batches(cfg, steps, n_micro, 24), None
     if method == "teacher":
-        return taught(cfg, 3, n_micro, 24), None
+        return taught(cfg, steps, n_micro, 24), None
     if method in LABELS:
         centred = Preference("reward", center_rewards_coefficient=0.1)
-        return scored(cfg, 3, n_micro, 24), centred if method == "reward" else None
-    return pairs(cfg, 3, n_micro, 24, method == "kto"), Preference(method)
+        return scored(cfg, steps, n_micro, 24), centred if method == "reward" else None
+    return pairs(cfg, steps, n_micro, 24, method == "kto"), Preference(method)
 
 
 def cfg_of(model, method):
@@ -108,20 +108,21 @@ def cfg_of(model, method):
 
 @cache
 def in_one_memory(
-    model: str, dtype: str, n_micro: int, clip: float, adam_bits: int, halves: bool, method: str | None, asked: bool
+    model: str, dtype: str, n_micro: int, clip: float, adam_bits: int, halves: bool, method: str | None,
+    places: int, asked: bool,
 ):  # fmt: skip
     """As `run`; of evaluations and samples at each place where any is asked for."""
     cfg = cfg_of(model, method)
     plan = gpu_plan(cfg, dtype=dtype, n_micro=n_micro, adam_bits=adam_bits, halves=halves)
     e = make(cfg, plan, adamw=AdamW(max_grad_norm=clip))
-    return *run(e, n_micro, (ALWAYS if asked else (),) * 4, method), final_weights(e)
+    return *run(e, n_micro, (ALWAYS if asked else (),) * places, method), final_weights(e)
 
 
-def check(plan, queues, model="untied", clip=1.0, between=((),) * 4, method=None, **more):
+def check(plan, queues, model="untied", clip=1.0, between=((),) * 3, method=None, **more):
     cfg = cfg_of(model, method)
     e = make(cfg, plan, queues, AdamW(max_grad_norm=clip), **more)
     halves = plan.halves and plan.adam_bits < 32  # narrow moments are rounded at random, by places in a unit
-    given = plan.dtype, plan.n_micro, clip, plan.adam_bits, halves, method, any(between)
+    given = plan.dtype, plan.n_micro, clip, plan.adam_bits, halves, method, len(between), any(between)
     losses, all_told, weights = in_one_memory(model, *given)
     seen, told = run(e, plan.n_micro, between, method)
     assert seen == losses
@@ -175,10 +176,10 @@ PLANS = {  # name -> model, method, its units and other decisions
 def test_placement_never_changes_the_numbers(name):
     model, method, units, more = PLANS[name]
     plan = gpu_plan(LLAMA, units=units, **dict(dtype="BF16", record=700) | more)
-    before = (ALWAYS, ("evaluate",), ("evaluate",), ("sample",)) if method == "teacher" else (("evaluate",),) * 4
+    before = (ALWAYS, ("evaluate",), ("sample",)) if method == "teacher" else (("evaluate",),) * 3
     check(plan, RealQueues("cpu", extra=("poison",)), model, between=before, method=method)
-    for late in (LAGS[0], LAGS[1 + [*PLANS].index(name) % (len(LAGS) - 1)]):
-        check(plan, LateQueues(late), model, method=method)
+    i = [*PLANS].index(name)
+    check(plan, LateQueues(LAGS[0] if i % 2 else LAGS[1 + i // 2 % (len(LAGS) - 1)]), model, method=method)
 
 
 HALVED = [name for name in MODELS if name not in ELSEWHERE]
@@ -251,8 +252,9 @@ def test_experts_come_in_slices(model, slices, at_once, base):
         cfg, units=(UnitPlan(), *units, UnitPlan()), dtype="BF16", n_micro=3, halves=True, window=1,
         slices=slices, at_once=at_once,
     )  # fmt: skip
-    check(plan, RealQueues("cpu", extra=("poison",)), model, between=(ALWAYS, ("evaluate",), (), ()))
-    check(plan, LateQueues(LAGS[0]), model)
+    check(plan, RealQueues("cpu", extra=("poison",)), model, between=(ALWAYS, ("evaluate",), ()))
+    if at_once:
+        check(plan, LateQueues(LAGS[0]), model)
     geo = geometry.Geometry.of(MODELS[model], plan)
     assert len(geo.slices) == sum(o.experts is not None for o in geo.cfg.layers) * min(slices, geo.cfg.experts.count)
     memory = build(
@@ -324,7 +326,7 @@ def test_what_is_simulated_is_what_runs(drawn, evaluations, method):
         lambda spans: [(s.queue, s.kind, s.of, s.nbytes, s.flops) for s in spans],
     )
     real.tracing = True
-    steps, preference = data_of(cfg, plan.n_micro, method)
+    steps, preference = data_of(cfg, 3, plan.n_micro, method)
     for i, step in enumerate(steps, 1):
         micro = [inputs_on(runs.cfg, mb, [(tables, "cpu")] * plan.gpus, method == "kto") for mb in step]
         real.trace()

@@ -65,7 +65,7 @@ def test_gradients_of_a_block_are_within_the_error_of_the_format(name):
 @pytest.mark.parametrize("name", ["llama", "llama biases", "gpt2", "olmo2", "gpt_neox", "qwen2 moe", "falcon h1"])
 def test_every_subset_of_saved(name):
     model_type, keys = FAMILIES[name]
-    check_every_subset(model_type, "BF16", "F32", fp8=True, **keys)
+    check_every_subset(model_type, "BF16", "F32", fp8=True, few=name not in ("llama", "qwen2 moe"), **keys)
 
 
 def test_products_that_the_hardware_has_not_stay_in_bf16():

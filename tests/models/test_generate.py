@@ -49,6 +49,13 @@ def test_greedy_as_transformers(case):
     tiny = Tiny(cfg, reference.state_dict())
     expected = oracle_generate(reference, PROMPTS, 12)
     assert generate(cfg, units_of(tiny), PROMPTS, 12) == expected
+
+
+@pytest.mark.parametrize("case", ["gpt2", "qwen3.5"])
+def test_a_text_ends_where_it_says_or_is_asked_to(case):
+    reference, cfg = either(case)
+    tiny = Tiny(cfg, reference.state_dict())
+    expected = generate(cfg, units_of(tiny), PROMPTS, 12)
     eos = frozenset({expected[0][4], expected[2][9]})
     for ours, theirs in zip(generate(cfg, units_of(tiny), PROMPTS, 12, eos=eos), expected, strict=True):
         stop = next((i + 1 for i, token in enumerate(theirs) if token in eos), 12)
