@@ -33,9 +33,8 @@ def in_one_memory(cfg):
 
 
 PLACED = (
-    "phi3 window, longrope within", "smollm3", "granite", "olmo3", "ministral3 tied, window", "glm4", "qwen3 moe",
-    "gpt oss", "flint", "glm4 moe", "minimax m2", "exaone moe", "hy v3", "afmoe", "kolibri1", "laguna",
-    "mimo v2 flash", "lara mini", "muse glimmer", "deepseek v3",
+    "phi3 window, longrope within", "smollm3", "olmo3", "glm4", "qwen3 moe", "gpt oss", "flint", "glm4 moe", "afmoe",
+    "laguna", "mimo v2 flash", "lara mini", "muse glimmer", "deepseek v3",
     "deepseek v2, groups, queries without a latent, yarn", "qwen3.5", "qwen3 next", "olmo hybrid",
     "granite 4 hybrid with experts", "falcon h1", "gemma4 keys that are values", "gemma4, experts",
 )  # fmt: skip

@@ -25,10 +25,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
-from unittest import mock
 
 import stories
 from engines import fork, write_plan
+from runs import NARROW
 
 from trireme.engine.plan import UnitPlan
 from trireme.engine.run import cli, evaluate, job, loop, opening
@@ -271,8 +271,8 @@ def make_bench(folder: Path) -> Bench:
     (folder / "pairs.jsonl").write_text("".join(f"{json.dumps(pair(i))}\n" for i in range(60)))
     row = lambda i: dict(text=f"{i} is {i + i % 3}", label="abc"[i % 3])
     (folder / "classes.jsonl").write_text("".join(f"{json.dumps(row(i))}\n" for i in range(60)))
-    with mock.patch.multiple(stories, WIDTH=32, FFN=48, LAYERS=2, HEADS=2, KV_HEADS=1, VOCAB=300):
-        stories.make_checkpoint(folder / "model", folder / "text.txt", seed=1)
+    sizes = NARROW | dict(layers=2, vocab=300)
+    stories.make_checkpoint(folder / "model", folder / "text.txt", seed=1, **sizes)
     first = job.make(cli.parse(bench.command(None, folder / "planned"))[1]).plan
     for name, place in KINDS.items():
         end = replace(place.unit, saved=())

@@ -41,10 +41,13 @@ def write_rows(path: Path, rows: Iterable[dict]) -> Path:
     return path
 
 
-def make_small(folder: Path, name: str = "checkpoint") -> Path:
+NARROW = dict(width=32, ffn=48, layers=3, heads=2, kv_heads=1)  # sizes of a checkpoint whose steps are fast
+
+
+def make_small(folder: Path, name: str = "checkpoint", **sizes: int) -> Path:
     """The folder, with a checkpoint `name` and its text, stories.txt."""
     stories.make_text(folder / "stories.txt", 40, seed=1)
-    stories.make_checkpoint(folder / name, folder / "stories.txt", seed=1)
+    stories.make_checkpoint(folder / name, folder / "stories.txt", seed=1, **sizes)
     return folder
 
 

@@ -60,18 +60,21 @@ def make_text(path: Path, stories: int, seed: int) -> None:
     path.write_text("\n<|endoftext|>\n".join(story(dice) for _ in range(stories)) + "\n", encoding="utf-8")
 
 
-def make_checkpoint(folder: Path, text: Path, seed: int) -> None:
+def make_checkpoint(
+    folder: Path, text: Path, seed: int, width: int = WIDTH, ffn: int = FFN, layers: int = LAYERS, heads: int = HEADS,
+    kv_heads: int = KV_HEADS, vocab: int = VOCAB,
+) -> None:  # fmt: skip
     """A random LLaMA; a byte-level BPE tokenizer trained on `text`."""
     folder.mkdir()
     config = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
-        "hidden_size": WIDTH,
-        "intermediate_size": FFN,
-        "num_hidden_layers": LAYERS,
-        "num_attention_heads": HEADS,
-        "num_key_value_heads": KV_HEADS,
-        "vocab_size": VOCAB,
+        "hidden_size": width,
+        "intermediate_size": ffn,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "vocab_size": vocab,
         "max_position_embeddings": POSITIONS,
         "rms_norm_eps": 1e-5,
         "rope_theta": 10000.0,
@@ -82,22 +85,26 @@ def make_checkpoint(folder: Path, text: Path, seed: int) -> None:
         "torch_dtype": "float32",
     }
     _write_json(folder / "config.json", config)
-    _make_tokenizer(text).save(str(folder / "tokenizer.json"))
+    _make_tokenizer(text, vocab).save(str(folder / "tokenizer.json"))
     tokens = {"bos_token": BOS, "eos_token": EOS}
     _write_json(folder / "tokenizer_config.json", {"tokenizer_class": "PreTrainedTokenizerFast", **tokens})
-    save_file(_random_weights(seed), folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(
+        _random_weights(seed, width, ffn, layers, width // heads * kv_heads, vocab),
+        folder / "model.safetensors",
+        metadata={"format": "pt"},
+    )
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
-def _make_tokenizer(text: Path) -> Tokenizer:
+def _make_tokenizer(text: Path, vocab: int) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB,
+        vocab_size=vocab,
         special_tokens=[BOS, EOS],
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
@@ -106,27 +113,26 @@ def _make_tokenizer(text: Path) -> Tokenizer:
     return tokenizer
 
 
-def _random_weights(seed: int) -> dict[str, np.ndarray]:
+def _random_weights(seed: int, width: int, ffn: int, layers: int, kv: int, vocab: int) -> dict[str, np.ndarray]:
     """Deviation 0.02, less where a branch joins the residual stream, as in GPT-2."""
     dice = np.random.default_rng(seed)
 
     def normal(*shape: int, std: float = 0.02) -> np.ndarray:
         return dice.normal(0, std, shape).astype(np.float32)
 
-    joining = 0.02 / (2 * LAYERS) ** 0.5
-    kv = WIDTH // HEADS * KV_HEADS
-    weights = {"model.embed_tokens.weight": normal(VOCAB, WIDTH), "model.norm.weight": np.ones(WIDTH, np.float32)}
-    for layer in range(LAYERS):
+    joining = 0.02 / (2 * layers) ** 0.5
+    weights = {"model.embed_tokens.weight": normal(vocab, width), "model.norm.weight": np.ones(width, np.float32)}
+    for layer in range(layers):
         block = {
-            "self_attn.q_proj.weight": normal(WIDTH, WIDTH),
-            "self_attn.k_proj.weight": normal(kv, WIDTH),
-            "self_attn.v_proj.weight": normal(kv, WIDTH),
-            "self_attn.o_proj.weight": normal(WIDTH, WIDTH, std=joining),
-            "mlp.gate_proj.weight": normal(FFN, WIDTH),
-            "mlp.up_proj.weight": normal(FFN, WIDTH),
-            "mlp.down_proj.weight": normal(WIDTH, FFN, std=joining),
-            "input_layernorm.weight": np.ones(WIDTH, np.float32),
-            "post_attention_layernorm.weight": np.ones(WIDTH, np.float32),
+            "self_attn.q_proj.weight": normal(width, width),
+            "self_attn.k_proj.weight": normal(kv, width),
+            "self_attn.v_proj.weight": normal(kv, width),
+            "self_attn.o_proj.weight": normal(width, width, std=joining),
+            "mlp.gate_proj.weight": normal(ffn, width),
+            "mlp.up_proj.weight": normal(ffn, width),
+            "mlp.down_proj.weight": normal(width, ffn, std=joining),
+            "input_layernorm.weight": np.ones(width, np.float32),
+            "post_attention_layernorm.weight": np.ones(width, np.float32),
         }
         weights |= {f"model.layers.{layer}.{name}": value for name, value in block.items()}
     return weights

@@ -13,8 +13,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from runs import NARROW, alone, free_port, hold, losses, make_small
 from runs import HostRun as Run
-from runs import alone, free_port, hold, losses, make_small
 from script_files import ROOT
 
 from trireme.engine.gradients import SharedGradients
@@ -29,7 +29,7 @@ from trireme.storage.store import Store
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
     """With a checkpoint and its text."""
-    return make_small(tmp_path_factory.mktemp("hosts"))
+    return make_small(tmp_path_factory.mktemp("hosts"), **NARROW)
 
 
 def command(folder: Path, out: Path, *more: str) -> list[str]:

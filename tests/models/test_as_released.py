@@ -216,7 +216,7 @@ def test_every_key_is_read_or_refused(model_type, folder):
     raw = released(model_type)
     assert difference(raw, folder) < 1e-5
     same, other = accepted(raw)
-    groups = gathered(raw, same, 100) + gathered(raw, other, 5)
+    groups = gathered(raw, same, 100) + gathered(raw, other, 12)
     assert not [change for group in groups for change in misread(raw, group, folder)]
 
 

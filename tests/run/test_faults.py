@@ -19,17 +19,14 @@ from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from unittest import mock
 
 import pytest
-import stories
 from engines import fork, write_plan
+from runs import NARROW, ended, losses, make_small, options
 from runs import child as resumed
-from runs import ended, losses, make_small, options
 
 from trireme.engine.plan import UnitPlan
 from trireme.engine.queues import watchdog
-from trireme.engine.queues.names import QUEUES
 from trireme.engine.queues.real import RealQueues
 from trireme.engine.run import loop, state
 from trireme.engine.run.job import make
@@ -41,7 +38,7 @@ pytestmark = pytest.mark.full
 
 CALLS = ("fsync", "rename", "ftruncate", "posix_fallocate")
 OTHERS = ("open", "unlink", "pwrite", "preadv")
-PLACES = (*QUEUES, "read", "write", *CALLS)
+PLACES = ("compute", "d2h", "ssd_read", "update", "cpu", "read", "write", *CALLS)  # each queue: test_queues.py
 UNWATCHED = "unwatched"
 WATCH = 120  # seconds after which a run counts as one that hangs
 FAILED, OTHER = 3, 4
@@ -146,8 +143,7 @@ def child(given: Options, faults: Faults) -> int:
 @pytest.fixture(scope="module")
 def narrow(tmp_path_factory) -> Path:
     """As `checkpoint`, of a narrower model: what may fail is the same."""
-    with mock.patch.multiple(stories, WIDTH=32, FFN=48, LAYERS=3, HEADS=2, KV_HEADS=1):
-        return make_small(tmp_path_factory.mktemp("faults"))
+    return make_small(tmp_path_factory.mktemp("faults"), **NARROW)
 
 
 @pytest.fixture(scope="module")

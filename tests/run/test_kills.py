@@ -19,11 +19,9 @@ FILES = {
     "tokens": ("host 8", "*/tokens/*.tokens"),
     "best": ("host 32", "out/.run/best-*/model.safetensors"),
     "best.json": ("host 32", "out/.run/best-*/best.json"),
-    "tokenizer of the best": ("host 32", "out/.run/best-*/tokenizer.json"),
     "adapter of the best": ("adapters", "out/.run/best-*/adapter_model.safetensors"),
     "reference": ("compared", "out/.run/reference.json"),
     "scores": ("taught", "out/.run/teacher/000/part-*.safetensors"),
-    "names of scores": ("taught", "out/.run/teacher/scores.json"),
     "base in nf4": ("packed", "store/bases/*"),
     "log.jsonl": ("host 8", "out/log.jsonl"),
     "config.yaml": ("host 8", "out/config.yaml"),
@@ -45,13 +43,13 @@ def bench(tmp_path_factory):
     return make_bench(tmp_path_factory.mktemp("kills"))
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(6))
 def test_a_run_killed_anywhere_ends_as_the_undisturbed_one(bench, seed):
     made = trial(bench, seed)
     assert not made.wrong, made
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_merge_killed_anywhere_can_be_given_again(bench, seed):
     made = merge_trial(bench, seed)
     assert not made.wrong, made
