@@ -4,7 +4,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from runs import child, ended, losses, make_small, options
+from runs import NARROW, child, ended, losses, make_small, options
 
 from trireme.engine.planner import host
 
@@ -34,6 +34,12 @@ def here(made, tmp_path, monkeypatch) -> Path:
 @pytest.fixture(scope="module")
 def checkpoint(tmp_path_factory) -> Path:
     return make_small(tmp_path_factory.mktemp("resume"))
+
+
+@pytest.fixture(scope="module")
+def narrow(tmp_path_factory) -> Path:
+    """As `checkpoint`, of a narrower model."""
+    return make_small(tmp_path_factory.mktemp("narrow"), **NARROW)
 
 
 @pytest.fixture(scope="module")

@@ -27,6 +27,7 @@ pytestmark = pytest.mark.turns
 LR, RANK = 0.03, 2
 # Scales that are packed again themselves, which training leaves as they are; matrices that merging rounds to bf16, and
 # one that is decoded as it is read, since its neighbour is not packed.
+CODES = ("fp8", "nf4", "int4", "nvfp4", "mxfp4")  # one form of each: what is not aware has another loss
 LESS_EQUAL = ("nf4, double", "nf4, experts", "fp8, powers of two", "fp8, one in bf16")
 PACKINGS = {
     "mxfp4": MX, "nvfp4": NVFP4, "modelopt": MODELOPT, "nf4": NF4, "int4": replace(INT4, block=(1, 32)),
@@ -78,6 +79,8 @@ def test_the_merged_model_has_the_loss_of_training(made, form, tmp_path):
     merge_adapter(tmp_path / "adapter", plain, source, tmp_path / "same", say=lambda _: None, same=True)
     ((merged, *_),) = train(engine(tmp_path / "same", targets, knows=False)[0], probe)
     assert merged == pytest.approx(loss, rel=1e-3 if form in LESS_EQUAL else 2e-6)
+    if form not in CODES:
+        return
     e, _ = engine(folder / "packed", targets, knows=False)
     trained(e)
     ((other, *_),) = train(e, probe)
@@ -160,6 +163,8 @@ def test_launches_round_to_the_same_bits(name, dtype, device):
     """Zeros, subnormal and large numbers, ties, and groups with one of them; with adapters whose sums are exact."""
     packing, dice = (PACKINGS | OTHERS)[name], torch.Generator().manual_seed(len(name))
     rows, columns = (256, 384) if name.startswith("fp8") else (48, 256)
+    if device == "cpu":  # interpreted
+        rows, columns = (128, 256) if name.startswith("fp8") else (24, 256)
     x = torch.randn(3, rows, columns, generator=dice)
     spread, half = (-16, 8) if name.startswith("int4") else (-120, 60), columns // 2
     x[0, ::3] *= torch.exp2(torch.randint(*spread, (len(x[0, ::3]), 1), generator=dice).float())

@@ -117,18 +117,6 @@ def test_adapters_are_trained_as_on_the_quantized_checkpoint(tmp_path, base, mod
         assert sum(layout.nbytes for layout in e.geo.base) < 0.8 * wide
 
 
-def test_parts_of_a_matrix_are_those_of_the_whole(tmp_path):
-    for base, packing in BASES.items():
-        oracle("qwen3", LLAMA | EVEN if base == "mxfp4" else LLAMA)[0].save_pretrained(tmp_path)
-        cfg, source, stored = opened(tmp_path, lambda cfg: adapted(cfg, Lora(2, 4.0, ("q_proj",))))
-        _, source = quantized(cfg, source, base, stored)
-        for part in packing.parts:  # fp8: one block, short in both ways
-            name = f"model.layers.1.mlp.up_proj.weight{part.suffix}"
-            whole = np.concatenate(list(source.values(name)))
-            for first, last in ((0, 1), (len(whole) // 3, len(whole)), (0, len(whole))):
-                assert np.array_equal(np.concatenate(list(source.values(name, first, last))), whole[first:last])
-
-
 @pytest.mark.parametrize("base", BASES)
 def test_matrices_of_several_in_one_tensor_are_quantized_by_rows(base):
     """One expert of a large model has 16 M elements: 0.5 GB at once, for each loader."""
