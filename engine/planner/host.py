@@ -6,6 +6,7 @@ import ctypes
 import math
 import os
 import resource
+import warnings
 from collections.abc import Sequence
 from contextlib import suppress
 from importlib.metadata import version
@@ -24,15 +25,22 @@ from trireme.storage.layout import round_up
 
 TEMPORARIES = 256 << 20  # RAM of plain torch in a step, and of libraries
 MEMINFO, STATM = Path("/proc/meminfo"), Path("/proc/self/statm")
+DRIVERS = Path("/proc/driver/nvidia/version"), Path("/usr/lib/wsl/lib/libcuda.so.1")  # there with a GPU of NVIDIA
 GPU_RESERVE = 512 << 20  # late kernels, library workspaces, fragmentation
 ALIKE = 1 << 30  # equal GPUs whose free memory differs by less have the least of it
 
 
-def choose_device(wanted: str) -> torch.device:
-    """The device that --device asks for. Raises InputError if there is no CUDA GPU, or it is AMD's or has no bf16."""
+def choose_device(wanted: str, drivers: Sequence[Path] = DRIVERS) -> torch.device:
+    """The device that --device asks for. Warns where a file of `drivers` is there, but torch sees no GPU.
+
+    Raises InputError if there is no CUDA GPU, or it is AMD's or has no bf16.
+    """
     if wanted == "cuda" and not torch.cuda.is_available():
         raise InputError("--device cuda: torch sees no CUDA device. Leave it out to train on the CPU.")
     if wanted == "cpu" or not torch.cuda.is_available():
+        if wanted != "cpu" and any(path.exists() for path in drivers) and "CUDA_VISIBLE_DEVICES" not in os.environ:
+            why = "needs a newer NVIDIA driver" if torch.version.cuda else "is built without CUDA: install another"
+            warnings.warn(f"the GPU is not used: torch {torch.__version__} sees none. It {why}", stacklevel=2)
         return torch.device("cpu")
     if torch.version.hip:
         raise InputError(

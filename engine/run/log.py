@@ -179,7 +179,7 @@ def eval_line(record: Record, note: str) -> str:
     figures = {f"eval_{name}": word for name, word in SHOWN.items()}
     parts = [f"eval_loss {record['eval_loss']:.4f}{note}"]
     parts += [f"{word} {record[name]:.4g}" for name, word in figures.items() if name in record]
-    if not any(name in record for name in figures if name != "eval_accuracy") and "eval_rows" not in record:
+    if figures.keys() & record.keys() == {"eval_accuracy"} and "eval_rows" not in record:
         parts.append(f"perplexity {math.exp(min(record['eval_loss'], 50.0)):.4g}")
     return "  ".join(parts)
 

@@ -105,7 +105,7 @@ def quantized(cfg: ModelConfig, source: Source, base: str, stored: dict[str, str
     packing = BASES[base]
     if isinstance(source, Packed):
         if source.packing.code == packing.code:
-            raise InputError(f"--base {base}: {source.folder} is in {source.packing.word} already. Leave --base out.")
+            raise InputError(f"--base {base}: the checkpoint is in {source.packing.word} already. Leave --base out.")
         source = unpacked(source) if source.files else replace(source, parts={})
         cfg = replace(cfg, packing=None, packed=())
     if cfg.fp8:

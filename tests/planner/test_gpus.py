@@ -114,22 +114,21 @@ def test_speeds_of_drives_may_be_those_on_their_box():
     assert (mine.rates.ssd_read, mine.rates.ssd_write) == (28 * GB, 20 * GB)
 
 
-def test_amds_gpus_are_refused(monkeypatch):
-    """A gfx90a has capability 9.0, as Hopper has."""
-    for name, found in dict(is_available=True, get_device_capability=(9, 0), current_device=0).items():
-        monkeypatch.setattr(f"torch.cuda.{name}", lambda found=found: found)
-    monkeypatch.setattr("torch.version.hip", "6.4.1")
+@pytest.mark.parametrize(("hip", "capability", "culprit"), [("6.4.1", (9, 0), "AMD"), (None, (7, 5), "Tesla T4")])
+def test_a_gpu_that_cannot_train_is_refused(monkeypatch, hip, capability, culprit):
+    """A gfx90a of AMD has capability 9.0, as Hopper has."""
+    device = dict(is_available=True, current_device=0, get_device_name="Tesla T4", get_device_capability=capability)
+    for name, value in device.items():
+        monkeypatch.setattr(f"torch.cuda.{name}", lambda value=value: value)
+    monkeypatch.setattr("torch.version.hip", hip)
     for wanted in ("auto", "cuda"):
-        with pytest.raises(InputError, match="AMD.* --device cpu"):
+        with pytest.raises(InputError, match=f"{culprit}.* --device cpu"):
             choose_device(wanted)
     assert choose_device("cpu").type == "cpu"
-    monkeypatch.setattr("torch.version.hip", None)
-    assert choose_device("auto").type == "cuda"
 
 
-def test_a_gpu_without_bf16_is_refused_by_name(monkeypatch):
-    for name, found in dict(is_available=True, get_device_capability=(7, 5), get_device_name="Tesla T4").items():
-        monkeypatch.setattr(f"torch.cuda.{name}", lambda found=found: found)
-    with pytest.raises(InputError, match="Tesla T4.* --device cpu"):
-        choose_device("auto")
-    assert choose_device("cpu").type == "cpu"
+def test_a_gpu_that_torch_does_not_see_is_named(monkeypatch, tmp_path):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    with pytest.warns(UserWarning, match="GPU"):
+        assert choose_device("auto", [tmp_path]).type == "cpu"
