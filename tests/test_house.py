@@ -13,6 +13,7 @@ from importlib import metadata
 from pathlib import Path
 
 import pytest
+import runs
 import stories
 
 ROOT = Path(__file__).parents[1]
@@ -149,7 +150,7 @@ def test_a_run_enters_few_files(tmp_path):
     rows, out = tmp_path / "rows.jsonl", tmp_path / "out"
     rows.write_text("".join(f'{{"text": "row {i} of three"}}\n' for i in range(3)))
     stories.make_text(tmp_path / "text.txt", 40, seed=1)
-    stories.make_checkpoint(tmp_path / "model", tmp_path / "text.txt", seed=1)
+    stories.make_checkpoint(tmp_path / "model", tmp_path / "text.txt", seed=1, **runs.NARROW)
     script = [sys.executable, ROOT / "scripts/dev/reading_path.py", tmp_path / "model", "--data", rows, "--out", out]
     done = subprocess.run([*script, "--max-steps", "2", "--device", "cpu"], capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr

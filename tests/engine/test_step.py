@@ -153,7 +153,7 @@ PLANS = {  # name -> model, method, its units and other decisions
        for i, tier in enumerate(TIERS)},
     **{f"{n} micro-batches, x on {tier} between layers": (
         "untied", None, (replace(HOST, x=tier),) * 4 + (replace(HOST, x="ram"),), dict(n_micro=n, between="ram"))
-       for tier, n in zip(TIERS, (7, 5, 7), strict=True)},
+       for tier, n in zip(TIERS, (5, 4, 5), strict=True)},
     "a teacher": ("tied", "teacher", (replace(HOST, x="ram"),) * 5, dict(dtype="F32", n_micro=3)),
     **{f"{method}, between {between}": (LLAMAS[i // 2 % 2], method, ALL_X, dict(n_micro=4, between=between))
        for i, (method, between) in enumerate(zip(METHODS, ("gpu", "ram") * 4, strict=True))},
@@ -249,7 +249,7 @@ def test_experts_come_in_slices(model, slices, at_once, base):
     saved = lambda u: tuple((n, "ram") for n in shapes.saved_shapes(replace(cfg, slices=2), 1, shapes.kind(cfg, u)))
     units = [UnitPlan("ram", "ram", base=base, x=("ram", "gpu")[u % 2], saved=saved(u)) for u in range(1, 7)]
     plan = gpu_plan(
-        cfg, units=(UnitPlan(), *units, UnitPlan()), dtype="BF16", n_micro=3, halves=True, window=1,
+        cfg, units=(UnitPlan(), *units, UnitPlan()), dtype="BF16", n_micro=2, halves=True, window=1,
         slices=slices, at_once=at_once,
     )  # fmt: skip
     check(plan, RealQueues("cpu", extra=("poison",)), model, between=(ALWAYS, ("evaluate",), ()))

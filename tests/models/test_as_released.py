@@ -226,15 +226,15 @@ def test_every_key_is_read_or_refused(model_type, folder):
 @pytest.mark.grid
 @pytest.mark.parametrize("model_type", [name for name, own in FAMILIES.items() if own.rotary and not own.nested])
 def test_rope_in_the_spelling_of_transformers_4(model_type, folder):
-    """Flat keys: theta, and what scales it under its newer and its older name."""
+    """Flat keys: theta, and what scales it; all ways of scaling are in `test_every_key_is_read_or_refused`."""
     family = FAMILIES[model_type]
-    scaled = [YARN | {"attention_factor": 1.2}, LINEAR]
+    scaled = [YARN | {"attention_factor": 1.2}]
     if family.longrope:
         scaled = [LONG, LONG | {"type": "su", "original_max_position_embeddings": 8}]
     elif family.query_beta:
         scaled = [YARN | {"llama_4_scaling_beta": 0.3, "mscale": 1.0, "mscale_all_dim": 1.0}]
     elif family.local_theta:
-        scaled = [YARN | {"attention_factor": 1.2}, LINEAR | {"rope_type": "linear"}]
+        scaled = [LINEAR | {"rope_type": "linear"}]
     outside = {"original_max_position_embeddings": 8} if family.original else {}
     usual = keys_of(model_type).get("rope_parameters", {})
     sections = {name: usual[name] for name in usual if name in ("mrope_section", "partial_rotary_factor")}
