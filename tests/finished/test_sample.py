@@ -146,6 +146,7 @@ def test_a_conversation_remembers_and_begins_anew(here, said, monkeypatch):
     assert twice[len(once) :].strip("\n") == trireme.sample("model", messages, max_new_tokens=NEW)
 
 
+@pytest.mark.full
 def test_the_oldest_turns_are_left_out_where_the_model_is_full(here, said, monkeypatch):
     """The model has 256 positions."""
     long = "a long line of words to fill it"

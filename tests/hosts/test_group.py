@@ -135,6 +135,7 @@ def test_a_host_that_finds_no_other_says_what_to_look_at(notes, monkeypatch):
     assert notes()[0].startswith(f"InputError: MASTER_PORT {hosts.port} ")
 
 
+@pytest.mark.full
 def test_host_0_listens_where_other_machines_reach_it(notes, monkeypatch):
     """Although its own name is a loopback address there."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:

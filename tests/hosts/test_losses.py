@@ -73,6 +73,7 @@ def test_a_run_with_a_best_goes_on(folder, method, hosts, options):
     same(out, whole)
 
 
+@pytest.mark.full
 def test_commands_of_one_host_say_so(tmp_path):
     run = HostRun(tmp_path / "out", 2, ["eval", str(tmp_path), "--data", "y"])
     assert run.ended() == [2, 2]

@@ -64,6 +64,7 @@ def test_a_text_ends_where_it_says_or_is_asked_to(case):
     assert generate(cfg, units_of(tiny), PROMPTS, 12, enough=lambda: next(asked)) == [t[:3] for t in expected]
 
 
+@pytest.mark.full
 def test_longrope_takes_its_factors_by_the_length_of_each_text():
     """Texts become longer than 14 tokens at different times, or are from the beginning."""
     model_type, keys = CASES["phi3 window, longrope within"]

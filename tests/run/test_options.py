@@ -70,7 +70,7 @@ def options() -> st.SearchStrategy:
 # ---------------------------------------------------------------- there and back
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(o=options(), names=st.sets(st.sampled_from(sorted(OPTIONS))))
 def test_yaml_gives_back_the_options_from_any_folder(o, names, tmp_path_factory):
     path, here = tmp_path_factory.getbasetemp() / "config.yaml", Path.cwd()
@@ -88,14 +88,14 @@ def test_yaml_gives_back_the_options_from_any_folder(o, names, tmp_path_factory)
     assert chosen <= names
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(o=options())
 def test_python_gives_back_the_options(o):
     given = {name: getattr(o, name) for name in OPTIONS}
     assert Options.of({name: value for name, value in given.items() if value not in (None, "")}) == o
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(o=options())
 def test_the_command_line_gives_back_the_options(o):
     """All but values that begin with a dash, or of lists with commas in them."""
@@ -118,7 +118,7 @@ def test_the_command_line_gives_back_the_options(o):
     assert cli.parse(words) == ("", o)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(step=st.integers(0, 10**9), loss=st.none() | st.floats(allow_nan=False), files=st.dictionaries(TEXT, TEXT))
 def test_records_come_back_and_damage_is_seen(step, loss, files, tmp_path_factory):
     path = tmp_path_factory.getbasetemp() / "best.json"

@@ -82,14 +82,17 @@ def test_damage_is_named(tmp_path, content, message):
     assert str(path) in str(e.value)
 
 
-EMPTY = ",".join(f'"t{i}":{{"dtype":"F32","shape":[0],"data_offsets":[0,0]}}' for i in range(300_000))
-BOMBS = {"tensors": EMPTY, "lists": '"a":[' + "[]," * 3_000_000 + "0]", "pairs": '"":0,' * 3_000_000 + '"a":0'}
+BOMBS = {
+    "tensors": lambda: ",".join(f'"t{i}":{{"dtype":"F32","shape":[0],"data_offsets":[0,0]}}' for i in range(300_000)),
+    "lists": lambda: '"a":[' + "[]," * 3_000_000 + "0]",
+    "pairs": lambda: '"":0,' * 3_000_000 + '"a":0',
+}
 
 
 @pytest.mark.parametrize("bomb", BOMBS)
 def test_a_header_of_far_too_much_is_refused_before_it_is_parsed(tmp_path, bomb):
     path = tmp_path / "x.safetensors"
-    path.write_bytes(file_bytes(b"{%s}" % BOMBS[bomb].encode()))
+    path.write_bytes(file_bytes(b"{%s}" % BOMBS[bomb]().encode()))
     tracemalloc.start()
     with pytest.raises(CheckpointError, match=f"more than {MAX_TENSORS} tensors"):
         read_header(path)
@@ -114,7 +117,7 @@ def accepted_by_library(content: bytes) -> bool:
         return False
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_a_mutated_file_is_read_as_the_library_reads_it_or_refused(tmp_path_factory, data):
     layout = sequential([("a", "F32", (2, 3)), ("b", "BF16", (4,))])
