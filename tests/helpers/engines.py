@@ -565,7 +565,7 @@ def exchange(cfg, source, tier="ram", dtype="BF16", files=None, queues=None, **c
 
 
 def adapters(folder, targets, device, tier, in_place=False, **change):
-    """What three steps with adapters give, and the bytes of the base."""
+    """What two steps with adapters give, and the bytes of the base."""
     cfg, source, stored = opened(folder, lambda cfg: adapted(cfg, Lora(2, 4.0, targets)))
     files = None
     if in_place:
@@ -575,7 +575,7 @@ def adapters(folder, targets, device, tier, in_place=False, **change):
         files = CheckpointBase(dict(enumerate(geo.stored_base)), source, stored, [device])
     e, x = exchange(cfg, source, tier, files=files, **change)
     x.load()
-    seen = train(e, batches(cfg, 3, 2, 24)), final_weights(e)
+    seen = train(e, batches(cfg, 2, 2, 24)), final_weights(e)
     e.queues.close()
     e.close()
     return *seen, sum(layout.nbytes for layout in e.geo.base)

@@ -112,7 +112,7 @@ def test_adapters_are_trained_as_on_the_quantized_checkpoint(tmp_path, base, mod
         cfg, source = quantized(cfg, source, base, stored)
         e, x = exchange(cfg, source, tier)
         x.load()
-        assert train(e, batches(cfg, 3, 2, 24)) == seen
+        assert train(e, batches(cfg, 2, 2, 24)) == seen
         assert all(torch.equal(t, weights[name]) for name, t in final_weights(e).items())
         assert sum(layout.nbytes for layout in e.geo.base) < 0.8 * wide
 
