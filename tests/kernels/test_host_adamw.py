@@ -520,8 +520,3 @@ def test_without_a_compiler_the_bits_are_the_same_and_the_reason_is_known(fresh,
     with module.Workers(2) as workers:
         tensors = state(70_000, False, F32)
         both(workers.adamw_, tensors)
-
-
-def test_workers_leave_a_core_free():
-    with host_adamw.Workers() as workers:
-        assert workers.threads == max(1, len(os.sched_getaffinity(0)) - 1)
