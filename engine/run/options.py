@@ -310,7 +310,7 @@ class Options(Reading, Method, Machine):
                                 needs="teacher")
     top_k: int = _train("number of the teacher's most likely tokens per label", integer(1, 256), 64, "run",
                         needs="teacher")
-    epochs: Real = _train("passes over the data [text 1, preferences 1, chats 3]", ABOVE_0)
+    epochs: Real = _train("passes over the data [text 1, preferences 1, others 3]", ABOVE_0)
     max_steps: Whole = _train("number of steps, instead of --epochs", N)
     batch_size: int = _train("sequences per optimizer step", N, 16, scope="run")
     micro_batch: str | int = _train("sequences that are computed at once", or_word("auto"), "auto", scope="run")
@@ -350,7 +350,7 @@ class Options(Reading, Method, Machine):
     assume: Text = _instead(ASSUMED, Value(text, "PARTS"), scope="call", needs="dry_run")
     shape: Text = _instead("dry run for a model by name: llama-3.3-70b (an unknown one lists all)", NAME, scope="call",
                            needs="dry_run", without="model rope_factor")
-    demo: bool = _instead("train a small generated model on generated text, in a minute", SWITCH, False, "call")
+    demo: bool = _instead("train a small generated model, in a minute", SWITCH, False, "call", without="data model val")
 
     def warmup_steps(self, total_steps: int) -> int:
         return int(self.warmup) if self.warmup >= 1 else round(self.warmup * total_steps)

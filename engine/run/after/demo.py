@@ -28,9 +28,7 @@ Kleon saw a light on the island. He rowed all night to find it. It was only the 
 Doris asked the owl for help. The owl said nothing and flew away. The next morning her goat was back.
 Nikias built a boat from an old table. It leaked in two places. He called it the Sieve and loved it.
 Xanthe counted the stars from the pier. She fell asleep at forty. The tide woke her with wet feet."""
-LESSON: dict[str, Any] = {
-    "seq_len": 32, "max_steps": 60, "batch_size": 8, "lr": 3e-3, "warmup": 0.0, "schedule": "constant"
-}  # fmt: skip
+LESSON: dict[str, Any] = dict(seq_len=32, max_steps=60, batch_size=8, lr=3e-3, warmup=0.0, schedule="constant")
 PIECES = r" ?[A-Za-z]+|[^A-Za-z]"
 SPECIAL = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
 MODEL = {
@@ -42,7 +40,8 @@ MODEL = {
 
 
 def prepared(o: Options) -> Options:
-    """`o` with a checkpoint and the stories in a new folder of the system's temporary one."""
+    """`o` with a checkpoint and the stories in a new folder of the system's temporary one. Raises InputError."""
+    o.check()
     folder = Path(mkdtemp(prefix="trireme-demo-"))
     model, data = folder / "checkpoint", folder / "stories.txt"
     data.write_text(STORIES.replace("\n", "\n<|endoftext|>\n") + "\n", encoding="utf-8")
