@@ -185,8 +185,8 @@ def _inv_freq(rope: Rope, width: int, length: int) -> Tensor:
     """The angle per position of each pair of features, (width/2,) fp32, by the kind of rope."""
     freq = rope.theta ** (torch.arange(0, width, 2, dtype=torch.float32) / width)
     if rope.kind == "proportional":  # a part of the pairs turn, with the exponents of the whole width
-        turning = torch.arange(width // 2) < int(rope.factor * width // 2)
-        return torch.where(turning, 1.0 / freq, 0.0)
+        turning = torch.arange(width // 2) < int(rope.share * width // 2)
+        return torch.where(turning, 1.0 / freq, 0.0) / rope.factor
     if rope.kind == "linear":
         return 1.0 / freq / rope.factor
     if rope.kind == "llama3":

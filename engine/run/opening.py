@@ -62,17 +62,15 @@ def open_model(o: Options, date: str | None) -> Opened:
     cfg = with_head(o, cfg, len(names))
     if o.router_aux and (cfg.experts is None or cfg.names.mlp.correction):
         raise InputError("--router-aux: the model has no experts, or a bias balances them. Leave it out.")
+    source = None if is_absent(o) else open_checkpoint(Path(o.model), cfg.packing, screen.warn)
+    cfg = hf.as_found(cfg, source.shapes) if source else cfg  # adapters are named by what is there
     adapter = read_adapter(Path(o.adapter), cfg) if o.adapter else None
     if adapter or o.lora:
         cfg = adapted(cfg, lora_of(o, cfg, adapter))
     elif o.freeze or o.train:
         cfg = chosen(cfg, o.freeze, o.train)
-    if is_absent(o):
-        cfg = as_said(cfg)
-        source = outlined(cfg, Path(o.model))
-    else:
-        source = open_checkpoint(Path(o.model), cfg.packing, screen.warn)
-        cfg = as_stored(cfg, source)
+    cfg = as_stored(cfg, source) if source else as_said(cfg)
+    source = source or outlined(cfg, Path(o.model))
     if o.expert_adapters == "separate" and adapts_experts(cfg):
         separate_names(cfg)
     shapes = source.shapes

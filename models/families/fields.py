@@ -42,9 +42,9 @@ def ropes_of(
         return [None] * layers
     if family.rope_said and not (keys.raw.get("rope_scaling") or keys.raw.get("rope_parameters")):
         raise keys.error("rope_parameters", "an object")
-    rope, local = parse_ropes(keys, family, latent.rope if latent and not family.partial else head_dim, positions)
-    if (rope.width or local.width) and not family.partial:
-        raise InputError(f'{keys.where}: "partial_rotary_factor" is not supported for {keys.raw["model_type"]}.')
+    rope, local = parse_ropes(
+        keys, family, (latent.rope if latent and not family.partial else head_dim,) * 2, positions
+    )
     if latent is not None:
         if (rope.width or head_dim) != latent.rope and family.partial:
             raise keys.error("partial_rotary_factor", f"{latent.rope} of {head_dim} features, by qk_rope_head_dim")

@@ -10,8 +10,10 @@ from trireme.models.families.family import Family
 from trireme.models.families.fields import act_of
 from trireme.models.families.keys import InputError, Keys
 from trireme.models.families.names import GEMMA4, GEMMA4_EXPERTS
-from trireme.models.families.rope import GLOBAL, LOCAL, Rope
+from trireme.models.families.rope import GLOBAL, LOCAL, parse_ropes
 from trireme.models.layers import Attention, Layer, Mlp
+
+USUAL = {GLOBAL: {"rope_type": "proportional", "partial_rotary_factor": 0.25}, LOCAL: {}}  # rope_parameters
 
 
 def layers(keys: Keys, family: Family, width: int, n: int, heads: int) -> tuple[Layer, ...]:
@@ -22,7 +24,7 @@ def layers(keys: Keys, family: Family, width: int, n: int, heads: int) -> tuple[
             "which are not supported. Take 12B, 26B-A4B or 31B."
         )
     types, same, act = _types(keys, n), keys.flag("attention_k_eq_v", False), act_of(keys, family)
-    kinds = {LOCAL: _local(keys, family, heads), GLOBAL: _whole(keys, family, heads, types, same)}
+    kinds = _attentions(keys, family, heads, types, same)
     mlps: tuple[Mlp | Experts, ...] = (Mlp(keys.count("intermediate_size"), act),)
     names = GEMMA4
     if keys.flag("enable_moe_block", False):
@@ -49,48 +51,28 @@ def _types(keys: Keys, n: int) -> list[str]:
     return [*types[:-1], GLOBAL]
 
 
-def _local(keys: Keys, family: Family, heads: int) -> Attention:
-    """Attention with a window."""
-    dim, rope = keys.count("head_dim", family.head_dim), _rope(keys, LOCAL)
-    rope.refuse_unless("rope_type", (None, "default"))
-    return Attention(
-        heads, _kv_heads(keys, "num_key_value_heads", heads, heads), dim, 1.0,
-        Rope(rope.number("rope_theta", 1e4), width=dim), keys.count("sliding_window", 512), norm="head",
-        values="normed",
-    )  # fmt: skip
+def _attentions(keys: Keys, family: Family, heads: int, types: list[str], same: bool) -> dict[str, Attention]:
+    """Attention with a window, and without one: then heads are fewer and wider.
 
-
-def _whole(keys: Keys, family: Family, heads: int, types: list[str], same: bool) -> Attention:
-    """Attention without one: fewer, wider heads, of which a part of the pairs of features is rotated.
-
-    Its keys are in `per_layer_config` where transformers has written the file. same: values are keys.
+    The keys of the second are in `per_layer_config` where transformers has written the file. same: values are keys.
     """
     listed = keys.raw.get("per_layer_config") or {}
-    found = listed.get(str(types.index(GLOBAL))) if isinstance(listed, dict) and GLOBAL in types else None
+    found = listed.get(str(types.index(GLOBAL))) if isinstance(listed, dict) else None
     found = found if isinstance(found, dict) else {}
     said = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_value_heads"}
     keys = Keys(keys.raw | {said[key]: value for key, value in found.items() if key in said}, keys.where)
-    dim, rope = (
-        keys.count("global_head_dim", 2 * (family.head_dim or 1), null=2 * (family.head_dim or 1)),
-        _rope(keys, GLOBAL),
-    )
-    usual = keys.count("num_key_value_heads", heads)
+    if keys.raw.get("rope_parameters") is None:
+        keys = Keys(keys.raw | {"rope_parameters": USUAL}, keys.where)
+    local, twice = keys.count("head_dim", family.head_dim), 2 * (family.head_dim or 1)
+    dim, usual = keys.count("global_head_dim", twice, null=twice), _kv_heads(keys, "num_key_value_heads", heads, heads)
+    ropes = parse_ropes(keys, family, (dim, local), keys.count(family.spelled["max_positions"], family.max_positions))
+    rope, of_window = (replace(rope, width=n) for rope, n in zip(ropes, (dim, local), strict=True))
     kv_heads = _kv_heads(keys, "num_global_key_value_heads", heads, usual) if same else usual
-    rope.refuse_unless("rope_type", (None, "proportional"))
-    share = rope.number("partial_rotary_factor", 0.25)
-    if share > 1:
-        raise rope.error("partial_rotary_factor", "at most 1")
-    turned = Rope(rope.number("rope_theta", 1e6), "proportional", share, width=dim)
-    return Attention(heads, kv_heads, dim, 1.0, turned, norm="head", values="keys" if same else "normed")
-
-
-def _rope(keys: Keys, kind: str) -> Keys:
-    """The parameters of rope in layers of this kind."""
-    found = keys.raw.get("rope_parameters") or {}
-    own = found.get(kind) or {} if isinstance(found, dict) else found
-    if not isinstance(own, dict):
-        raise keys.error("rope_parameters", f"an object with {LOCAL} and {GLOBAL}")
-    return Keys(own, f"{keys.where}: rope_parameters: {kind}")
+    window = keys.count("sliding_window", 512)
+    return {
+        LOCAL: Attention(heads, usual, local, 1.0, of_window, window, norm="head", values="normed"),
+        GLOBAL: Attention(heads, kv_heads, dim, 1.0, rope, norm="head", values="keys" if same else "normed"),
+    }
 
 
 def _kv_heads(keys: Keys, name: str, heads: int, usual: int) -> int:

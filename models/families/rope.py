@@ -9,7 +9,7 @@ from typing import Any
 from trireme.models.families.family import Family
 from trireme.models.families.keys import InputError, Keys
 
-KINDS = ("default", "linear", "llama3", "yarn", "longrope")
+KINDS = ("default", "linear", "llama3", "yarn", "longrope", "proportional")
 LOCAL, GLOBAL = "sliding_attention", "full_attention"  # in layer_types
 MAY_BE_NULL = {"factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim"}  # yarn, longrope
 
@@ -20,7 +20,8 @@ class Rope:
 
     theta: float
     kind: str = "default"
-    factor: float = 1.0  # linear, llama3, yarn
+    factor: float = 1.0  # linear, llama3, yarn, proportional
+    share: float = 1.0  # proportional: of the pairs of features that are turned
     low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 4.0  # llama3
     original_positions: int = 0  # llama3, yarn, longrope
@@ -36,18 +37,32 @@ class Rope:
     query_beta: float = 0.0  # yarn: queries times 1 + this * log(1 + position // original_positions)
 
 
-def parse_ropes(keys: Keys, family: Family, head_dim: int, positions: int) -> tuple[Rope, Rope]:
-    """(Rope of layers with full attention, of layers with a window): equal unless the family has a local theta."""
+def parse_ropes(keys: Keys, family: Family, head_dims: tuple[int, int], positions: int) -> tuple[Rope, Rope]:
+    """(Rope of layers with full attention, of layers with a window), given the width of heads of each.
+
+    They are equal unless the family has a local theta. Raises InputError.
+    """
+    inner, thetas = _parameters(keys, family), (family.theta, family.local_theta or family.theta)
+    null, names = family.unrotated == "null", (family.spelled["theta"], family.local_theta_key)
+    names = names if family.local_theta is not None else names[:1] * 2
+    rope, local = (
+        _parse(keys, own, family, _theta(keys, own, name, theta, null), head_dim, positions)
+        for own, name, theta, head_dim in zip(inner, names, thetas, head_dims, strict=True)
+    )
+    if (rope.width or local.width) and not family.partial:
+        raise InputError(f'{keys.where}: "partial_rotary_factor" is not supported for {keys.raw["model_type"]}.')
+    return rope, local
+
+
+def _parameters(keys: Keys, family: Family) -> tuple[Keys, Keys]:
+    """What config.json says of each of the two, from the keys where transformers reads it. Raises InputError."""
     scaling, params = (_object(keys, keys.raw, name) for name in ("rope_scaling", "rope_parameters"))
     of = lambda name, found: Keys(found, f"{keys.where}: {name}")
-    parse = lambda inner, *theta: _parse(keys, inner, family, _theta(keys, inner, *theta), head_dim, positions)
-    key, theta = family.spelled["theta"], family.theta
     flat = of("rope_scaling", scaling) if scaling or family.local_theta else of("rope_parameters", params)
     if nested := [kind for kind, value in flat.raw.items() if isinstance(value, dict)]:
         raise InputError(f'{flat.where}: parameters for "{nested[0]}" are not supported for this model_type.')
     if family.local_theta is None:
-        rope = parse(flat, key, theta, family.unrotated == "null")
-        return rope, rope
+        return flat, flat
     whole, local = (_object(of("rope_parameters", params), params, kind) for kind in (GLOBAL, LOCAL))
     if strange := params.keys() - {GLOBAL, LOCAL}:
         raise InputError(
@@ -55,13 +70,13 @@ def parse_ropes(keys: Keys, family: Family, head_dim: int, positions: int) -> tu
         )
     if family.nested:
         keys.refuse_unless("rope_scaling", (None,))
-        keys.refuse_unless("rope_theta", (None, theta))  # transformers does not read it
+        keys.refuse_unless("rope_theta", (None, family.theta))  # transformers does not read it
     if "rope_type" not in scaling and "type" in scaling:  # transformers would leave it out
         raise InputError(
             f'{keys.where}: rope_scaling: "type" is not supported for this model_type: name it "rope_type".'
         )
-    rope = parse(of("rope_scaling" if scaling else f"rope_parameters: {GLOBAL}", whole | scaling), key, theta)
-    return rope, parse(of(f"rope_parameters: {LOCAL}", local), family.local_theta_key, family.local_theta)
+    name = "rope_scaling" if scaling else f"rope_parameters: {GLOBAL}"
+    return of(name, whole | scaling), of(f"rope_parameters: {LOCAL}", local)
 
 
 def _object(keys: Keys, raw: dict[str, Any], name: str) -> dict[str, Any]:
@@ -89,11 +104,18 @@ def _parse(keys: Keys, inner: Keys, family: Family, theta: float, head_dim: int,
         raise InputError(f'{inner.where}: rope type "{kind}" is not supported. Supported: {", ".join(kinds)}.')
     if not family.query_beta:
         inner.refuse_unless("llama_4_scaling_beta", (None, 0))
-    width = _width(keys, inner, family, head_dim)
+    share, impossible = _share(keys, inner, family, head_dim)
+    width = int(head_dim * share)
+    if share > 1 or kind != "proportional" and (width % 2 or not width):
+        raise impossible
+    sharp = lambda factor: _sharpness(inner, factor) if family.latent else 1.0
+    if kind == "proportional":
+        factor = inner.number("factor", 1.0)
+        return Rope(theta, kind, factor, share, pairs=family.pairs, sharpness=sharp(factor))
+    width = 0 if width == head_dim else width
     common: dict[str, Any] = dict(width=width, pairs=family.pairs)
     if kind == "default":
         return Rope(theta, **common)
-    sharp = lambda factor: _sharpness(inner, factor) if family.latent else 1.0
     if kind == "linear":
         factor = inner.number("factor")
         return Rope(theta, kind, factor, sharpness=sharp(factor), **common)
@@ -103,7 +125,7 @@ def _parse(keys: Keys, inner: Keys, family: Family, theta: float, head_dim: int,
         if not low < high:
             raise inner.error("high_freq_factor", f"a number above low_freq_factor = {low}")
         factor = inner.number("factor")
-        return Rope(theta, kind, factor, low, high, sharpness=sharp(factor), **common)
+        return Rope(theta, kind, factor, low_freq_factor=low, high_freq_factor=high, sharpness=sharp(factor), **common)
     inner = Keys({k: v for k, v in inner.raw.items() if v is not None or k not in MAY_BE_NULL}, inner.where)
     if kind == "yarn":
         if theta == 1:
@@ -146,21 +168,18 @@ def _query_beta(inner: Keys, family: Family) -> float:
     return inner.number(name) if family.query_beta and inner.raw.get(name) != 0 else 0.0
 
 
-def _width(keys: Keys, inner: Keys, family: Family, head_dim: int) -> int:
-    name = family.spelled["share"]
+def _share(keys: Keys, inner: Keys, family: Family, head_dim: int) -> tuple[float, InputError]:
+    """(the share of a head's features that are rotated, the error where that is not possible)."""
+    name, holder = family.spelled["share"], keys
     whole = None if family.longrope or name != "partial_rotary_factor" else 1.0  # what null stands for
     whole = family.partial if name in family.only else whole
     if "partial_rotary_factor" in inner.raw:
-        share = inner.number("partial_rotary_factor")
+        name, holder, share = "partial_rotary_factor", inner, inner.number("partial_rotary_factor")
     elif family.rotary_dim and keys.raw.get("rotary_dim") is not None and name not in keys.raw:
         name, share = "rotary_dim", keys.count("rotary_dim") / head_dim
     else:
         share = keys.number(name, family.partial or 1.0, null=whole)
-    width = int(head_dim * share)
-    if share > 1 or width % 2 or not width:
-        holder, name = (inner, "partial_rotary_factor") if "partial_rotary_factor" in inner.raw else (keys, name)
-        raise holder.error(name, f"a share of {head_dim} features that is an even number")
-    return 0 if width == head_dim else width
+    return share, holder.error(name, f"a share of {head_dim} features that is an even number")
 
 
 def _sharpness(inner: Keys, factor: float) -> float:

@@ -260,7 +260,6 @@ READ = [
     ("smollm3", {"sliding_window": 3, "use_sliding_window": True, "no_rope_layer_interval": 2}),
     ("smollm3", {"sliding_window": 3, "use_sliding_window": True, "no_rope_layers": [1, 0, 0, 1]}),
     ("smollm3", {"sliding_window": 3, "layer_types": MIXED}),
-    ("exaone4", {"layer_types": [GLOBAL] * LAYERS}),
     ("exaone4", {"layer_types": [GLOBAL] * LAYERS, "sliding_window": None, "sliding_window_pattern": None}),
     ("exaone4", {"layer_types": MIXED, "sliding_window_pattern": "LLLG"}),
     ("seed_oss", {"num_key_value_heads": None, "head_dim": None}),
@@ -271,8 +270,6 @@ READ = [
     ("phi3", {"rope_scaling": LONG | {"type": "yarn", "factor": None}, "original_max_position_embeddings": 8}),
     ("llama", {"rope_scaling": YARN | {"truncate": None, "beta_fast": None, "attention_factor": None}}),
     ("llama", {"rope_scaling": YARN | {"short_factor": [3.0] * 5, "long_factor": [9.0] * 5}}),
-    ("glm", {"partial_rotary_factor": None}),
-    ("gpt_neox", {"hidden_act": "gelu_fast"}),
     ("gpt_neox", {"hidden_act": "gelu_new", "rotary_pct": 1.0}),
     ("gpt_neox", {"hidden_act": "gelu_pytorch_tanh", "num_key_value_heads": 1}),
     ("gpt_oss", {"sliding_window_pattern": 1, "mlp_only_layers": [0]}),
@@ -296,10 +293,12 @@ READ = [
     ("deepseek_v3", {"first_k_dense_replace": 9}),
     ("qwen3_moe", {"decoder_sparse_step": 5}),
     ("exaone_moe", {"mlp_layer_types": ["dense"] * LAYERS}),
-    ("granitemoehybrid", {"layer_types": None}),
     *(("nemotron_h", {"layers_block_type": kinds * 2}) for kinds in (["mamba", "attention"], ["mlp", "moe"])),
     *((name, {FAMILIES[name].spelled["act"]: act}) for name in ("phi3", "gemma4_text") for act in ("gelu", "relu2")),
     ("qwen2", {"use_sliding_window": True, "sliding_window": 3, "layer_types": MIXED}),
+    ("glm", {"rope_scaling": {"type": "proportional", "factor": 2.0}}),
+    ("gemma4_text", {"rope_parameters": {
+        GLOBAL: {"type": "proportional", "factor": 2.0, "rope_theta": 50.0}, LOCAL: LINEAR | {"rope_theta": 9.0}}}),
 ]  # fmt: skip
 
 

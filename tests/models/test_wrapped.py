@@ -80,7 +80,8 @@ def mtp_layer(reference):
 
 
 @pytest.fixture(
-    scope="module", params=["gemma3", "mistral3", "glm4 moe", "qwen3 vl moe", "qwen2 vl tied, window above"]
+    scope="module",
+    params=["gemma3", "mistral3", "glm4 moe", "lara mini", "qwen3 vl moe", "qwen2 vl tied, window above"],
 )
 def trained(request, tmp_path_factory):
     """(folder of a small model with tensors beside it, that of a run that trained it)."""
@@ -126,11 +127,9 @@ def test_transformers_opens_the_result(trained):
     """With the logits that our blocks give for its weights."""
     _, out = trained
     cfg, state = read_config(out), load_file(out / "model.safetensors")
-    opener = {"AutoModelForCausalLM": transformers.AutoModelForCausalLM}.get(
-        cfg.opener, transformers.AutoModelForImageTextToText
-    )
+    cfg = as_found(cfg, {name: tuple(t.shape) for name, t in state.items()})
     state = {name: t for name, t in state.items() if ".layers.3." not in name}
-    reopened = opener.from_pretrained(out, dtype=torch.float32, attn_implementation="eager")
+    reopened = getattr(transformers, cfg.opener).from_pretrained(out, dtype=torch.float32, attn_implementation="eager")
     ids = torch.randint(1, cfg.vocab, (30,), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
         expected = reopened(ids[None]).logits[0]
@@ -142,19 +141,17 @@ def test_peft_opens_an_adapter_of_the_language_model(trained, tmp_path):
     """It adapts nothing else, and computes what the merged checkpoint does."""
     peft = pytest.importorskip("peft")
     model, _ = trained
-    if not read_config(model).wrapper:
-        pytest.skip("no tower beside it")
+    cfg = read_config(model)
     data = (str(model.parent / "stories.txt"),)
     out = tmp_path / "out"
-    targets = ("experts", "o_proj") if read_config(model).experts else ()
+    targets = ("experts", "o_proj") if cfg.experts and cfg.wrapper else ()
     options = Options(model=str(model), data=data, out=str(out), seq_len=48, batch_size=2, max_steps=2, lr=1e-2,
                       device="cpu", lora=4, lora_targets=targets, merge=True)  # fmt: skip
     finetune(options)
-    opened = lambda folder: transformers.AutoModelForImageTextToText.from_pretrained(
-        folder, attn_implementation="eager"
-    )
+    opened = lambda folder: getattr(transformers, cfg.opener).from_pretrained(folder, attn_implementation="eager")
     adapted = peft.PeftModel.from_pretrained(opened(model), out)
-    assert not [name for name, _ in adapted.named_parameters() if "lora" in name and "language_model" not in name]
+    inside = "language_model" if cfg.wrapper else ""
+    assert not [name for name, _ in adapted.named_parameters() if "lora" in name and inside not in name]
     ids = torch.arange(1, 31)[None]
     with torch.no_grad():
         expected, plain = opened(out / "merged")(input_ids=ids).logits, opened(model)(input_ids=ids).logits
