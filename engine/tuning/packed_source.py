@@ -208,13 +208,14 @@ def unpacked(source: Packed, changed: frozenset[str] = frozenset()) -> Rewritten
             wrong = "is packed in another way than the layers, so the result cannot be in bf16"
             raise CheckpointError(f"{source.named(name)} {wrong}. Take the BF16 original.")
     codes, entries = source.packing.parts[0].suffix, dict[str, Entries]()
-    matrices = {(t.file, t.offset): n.removesuffix(codes) for n, t in source.parts.items() if n.endswith(codes)}
+    place = lambda t, file, first=0: (file, first + t.offset, t.nbytes)  # an empty tensor may have the same offset
+    matrices = {place(t, t.file): n.removesuffix(codes) for n, t in source.parts.items() if n.endswith(codes)}
     for file in source.files:
         header, entries[file] = read_header(source.folder / file), []
         for stored in header.layout.tensors:
-            place = file, header.data + stored.offset
-            t = source.tensors.get(name := matrices.get(place, stored.name))
-            if t and (t.file or place in matrices):
+            at = place(stored, file, header.data)
+            t = source.tensors.get(name := matrices.get(at, stored.name))
+            if t and (t.file or at in matrices):
                 entries[file].append((name, t.dtype, t.shape))
     inner = replace(source, wide=frozenset() if source.packing.exact else changed)
     auxiliary = {name: content for name, content in source.auxiliary.items() if name not in OF_PACKINGS}

@@ -164,14 +164,14 @@ def test_what_stays_frozen_is_copied_as_it_is(made, form, layers, tmp_path):
 def test_shards_with_parts_in_two_files_are_written_in_bf16(made, tmp_path):
     folder, _, decoded = made("gpt-oss")
     state = load_file(folder / "model.safetensors")
+    state["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(0).byte()  # where the next matrix begins
     names = {f"model-{i}.safetensors": sorted(state)[i::2] for i in range(2)}
     for file, mine in names.items():
         save_file({name: state[name] for name in mine}, tmp_path / file, {"format": "pt"})
     weight_map = {name: file for file, mine in names.items() for name in mine}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
-    cfg, source, _ = opened(tmp_path)
-    x = exchange(cfg, source)[1]
+    x = exchange(*opened(tmp_path)[:2])[1]
     x.load()
     x.save(tmp_path / "out")
     opener = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16).state_dict()
