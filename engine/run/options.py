@@ -335,7 +335,8 @@ class Options(Reading, Method, Machine):
                            without="lora freeze train")
     merge: bool = _train("with adapters: also write OUT/merged, the model with the adapters added", SWITCH, False,
                          needs="lora adapter")
-    merge_format: Text = _rare("of OUT/merged with a packed base: bf16; same as it [bf16; aware: same]", FORMATS)
+    merge_format: Text = _rare("of OUT/merged with a packed base: bf16; same as it [bf16; aware: same]", FORMATS,
+                               needs="merge")
     merge_aware: bool = _rare("compute with packed matrices as --format same merges them", SWITCH, False, "run",
                               needs="lora adapter")
     expert_adapters: str = _rare("of experts: stacked as in peft, separate for vLLM, llama.cpp", EXPERTS, "stacked")
