@@ -267,7 +267,7 @@ class Machine(Base):
     """Where it is computed."""
 
     device: str = _machine("device to compute on", choice("auto", "cuda", "cpu"), "auto")
-    dtype: str = _machine("number format of the computation [bf16 on a GPU, else fp32]", DTYPE, "auto", scope="run")
+    dtype: str = _machine("number format; fp8: to train [bf16 on a GPU, else fp32]", DTYPE, "auto", scope="run")
     gpus: str | int = _machine("number of GPUs, or all; on a CPU they are emulated", or_word("all"), 1)
     gpu_memory: Whole = _machine("hard limit of each GPU, such as 24GiB [the free memory]", SIZE)
     ram: Whole = _machine("hard limit of this process [85 % of what it may use]", SIZE)
@@ -335,8 +335,7 @@ class Options(Reading, Method, Machine):
                            without="lora freeze train")
     merge: bool = _train("with adapters: also write OUT/merged, the model with the adapters added", SWITCH, False,
                          needs="lora adapter")
-    merge_format: Text = _rare("of OUT/merged with a packed base: bf16; same as it [bf16; aware: same]", FORMATS,
-                               needs="merge")
+    merge_format: Text = _rare("of --merge with a packed base; same: as it [bf16; aware: same]", FORMATS, needs="merge")
     merge_aware: bool = _rare("compute with packed matrices as --format same merges them", SWITCH, False, "run",
                               needs="lora adapter")
     expert_adapters: str = _rare("of experts: stacked as in peft, separate for vLLM, llama.cpp", EXPERTS, "stacked")
@@ -364,14 +363,16 @@ class Eval(Reading, Method, Machine):
     folder: str = _data("a finished run, a checkpoint or an adapter", Value(text, "FOLDER"), "")
     model: Text = _data("base of the adapter, if it has moved", DIR)
     data: Texts = _data("files to read, each by itself", FILES, ())
-    reference: Text = _train("the model before training, for preferences [that of the run]", DIR,
-                             methods="dpo ipo kto")
+    reference: Text = _train("the model before training [that of the run]", DIR, methods="dpo ipo kto")
 
 
 @dataclass(frozen=True)
-class Score(Eval):
+class Score(Reading, Machine):
     """Log-probabilities, labels or rewards of each row, in files of --out."""
 
+    folder: str = _data("a finished run, a checkpoint or an adapter", Value(text, "FOLDER"), "")
+    model: Text = _data("base of the adapter, if it has moved", DIR)
+    data: Texts = _data("files to read, each by itself", FILES, ())
     out: str = _output("folder of the scores; one that is not complete is continued", DIR, "")
     top_k: int = _output("also the K most likely tokens of each label, for --teacher", integer(0, 256), 0)
 

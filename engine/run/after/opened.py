@@ -33,7 +33,7 @@ from trireme.engine.run import config_file, folder, screen
 from trireme.engine.run.after import hub
 from trireme.engine.run.evaluate import Evaluator
 from trireme.engine.run.opening import read_rows
-from trireme.engine.run.options import Eval, Machine, Options, Reading, Sample, flag, table
+from trireme.engine.run.options import Machine, Options, Reading, Sample, flag, table
 from trireme.engine.run.planning import DTYPES, computer
 from trireme.engine.tuning.adapters import Adapter
 from trireme.engine.tuning.base import CheckpointBase, why_copied
@@ -124,10 +124,8 @@ def with_defaults(f: Finished, o: O) -> O:
     return replace(o, **values)
 
 
-def read_data(f: Finished, o: Eval, codec: Codec | None, name: str, kind: Kind, labelled: bool = True) -> Dataset:
-    """A source of data, read as by the run that wrote the model. `labelled`: rows of classes have labels. Raises
-    InputError.
-    """
+def read_data(f: Finished, o: Reading, codec: Codec | None, name: str, kind: Kind, labelled: bool = True) -> Dataset:
+    """Data, read as by the run that wrote the model. `labelled`: rows of classes have labels. Raises InputError."""
     seq_len, scored = o.seq_len or min(2048, f.cfg.max_positions), dict[str, Any]()
     if seq_len > f.cfg.max_positions:
         raise InputError(f"--seq-len {seq_len}: the model has {f.cfg.max_positions} positions. Lower it.")
