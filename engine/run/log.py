@@ -71,7 +71,7 @@ class Log:
     @property
     def smoothed(self) -> tuple[float, float]:
         """Mean losses of the first and of the last tenth of the steps. There is a step."""
-        n = max(FEWEST, min(LAST, len(self.steps) // 10))
+        n = max(1, min(FEWEST, len(self.steps) // 2), min(LAST, len(self.steps) // 10))
         first, last = (totalled(part, "loss") / len(part) for part in (self.steps[:n], self.steps[-n:]))
         return first, last
 
@@ -97,8 +97,9 @@ class Log:
 
     def draw(self, facts: page.Facts) -> None:
         """Writes report.html."""
+        made = page.page([*self.steps, *self.evals], facts).encode(errors="replace")  # names may be no UTF-8
         with self._forgiving():
-            replace_synced(self.path.with_name("report.html"), page.page([*self.steps, *self.evals], facts).encode())
+            replace_synced(self.path.with_name("report.html"), made)
 
     def line(self) -> str:
         """The last line of the run."""

@@ -18,7 +18,7 @@ def test_energy_counts_on_after_a_stop_if_all_steps_have_it(tmp_path, joules, sh
         record = {"step": step, "loss": 1.0, "step_time_s": 1.0, "tokens": 4}
         log.add(record if used is None else record | {"gpu_joules": used})
         since = log.sync()
-        log.draw(Facts("a run"))
+        log.draw(Facts("a run \udcff"))  # in the name of a file that is not UTF-8
         log.close()
     page = (tmp_path / "report.html").read_text()
     assert shown in page
