@@ -66,7 +66,7 @@ def gpu(device: torch.device, rates: Mapping[str, float]) -> Iterator[Row]:
     for _ in range(20):
         a @ a
     yield link(gpu_now(device))  # while they run
-    yield from _against(sheet, rates)
+    yield from compared_rates(sheet, rates)
     overhead = rates["launch_overhead"]
     yield Row("gpu", "starting a kernel", f"{overhead * 1e6:.0f} us of the CPU for each")
 
@@ -85,7 +85,7 @@ def link(busy: Mapping[str, int]) -> Row:
     return Row("gpu", "PCIe", result, slow)
 
 
-def _against(sheet: Gpu | None, rates: Mapping[str, float]) -> Iterator[Row]:
+def compared_rates(sheet: Gpu | None, rates: Mapping[str, float]) -> Iterator[Row]:
     """Yields rows of rates, compared with what such a GPU usually has."""
     hot = "look at its power limit, temperature and mode, and at other programs"
     parts = (

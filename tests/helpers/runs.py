@@ -164,9 +164,9 @@ class Hosts:
 
     def __init__(self, hosts: int, body: Callable[[int], int]):
         self.port = free_port()
-        self.pids = [self._start(host, hosts, body) for host in range(hosts)]
+        self.pids = [self.start(host, hosts, body) for host in range(hosts)]
 
-    def _start(self, host: int, hosts: int, body: Callable[[int], int]) -> int:
+    def start(self, host: int, hosts: int, body: Callable[[int], int]) -> int:
         pid = fork()
         if pid:
             return pid

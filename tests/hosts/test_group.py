@@ -130,7 +130,7 @@ def test_a_host_that_finds_no_other_says_what_to_look_at(notes, monkeypatch):
         other.listen()
         hosts = Hosts.__new__(Hosts)
         hosts.port = other.getsockname()[1]
-        pid = hosts._start(0, 2, body(notes, waits))
+        pid = hosts.start(0, 2, body(notes, waits))
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 2
     assert notes()[0].startswith(f"InputError: MASTER_PORT {hosts.port} ")
 

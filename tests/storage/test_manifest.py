@@ -200,7 +200,6 @@ def test_a_manifest_says_what_was_written(ours):
     assert snapshot.shards["block-0.adam"].layout == STATE
     assert snapshot.extra == {"step": 1, "rng": [1, 2.5, None]}
     assert json.loads(text)["format"] == FORMAT
-    assert seal(FORMAT, snapshots._to_json(snapshot)) == text
 
 
 @pytest.mark.parametrize("path", ["runs/a", "two words", "it's", "$HOME/`x`", "-dash", "*", "ü;#"])
