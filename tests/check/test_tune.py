@@ -33,18 +33,24 @@ def here(monkeypatch, tmp_path):
     launch.use({})
 
 
-def clock(gain=1.5):
-    """Seconds of a call: less with a faster setting of the launch that is tried."""
+@pytest.fixture
+def used(monkeypatch):
+    """The settings that launches have now."""
+    now, real = {}, launch.use
 
-    def seconds(case):
-        return 1 / gain if any(launch._settings.get(name) == setting for name, setting in FASTER.items()) else 1.0
+    def use(settings):
+        now.clear()
+        now.update({name: tuple(setting) for name, setting in settings.items()})
+        real(settings)
 
-    return seconds
+    monkeypatch.setattr(launch, "use", use)
+    return now
 
 
 @pytest.mark.full
-def test_the_faster_settings_are_kept_for_this_gpu_and_this_software(here):
-    said = {row.what: row for row in tune.rows(GPU, TINY, clock())}
+def test_the_faster_settings_are_kept_for_this_gpu_and_this_software(here, used):
+    fast = lambda: any(used.get(name) == setting for name, setting in FASTER.items())
+    said = {row.what: row for row in tune.rows(GPU, TINY, lambda case: 1 / 1.5 if fast() else 1.0)}
     assert said.keys() == {*tried(RTX_4090), "settings"}
     assert said["grouped_mm"].result == "64, 64, 128, 4, 3: 1.50 times as fast; bitwise identical"
     assert said["attention_fwd 64"].result == "as it is: 4 of 4 settings tried"
@@ -52,7 +58,7 @@ def test_the_faster_settings_are_kept_for_this_gpu_and_this_software(here):
     assert tuned.stored(GPU) == expected
     (file,) = (path for path in tuned.cache_folder().iterdir() if path.name.startswith("launches-"))
     assert said["settings"].result == (f"3 launches, kept in {file}. Runs use them from now on")
-    assert launch._settings == {}, "the process itself is as before"
+    assert used == {}, "the process itself is as before"
     for changed in ("gpu", "driver"):
         before = here[changed]
         here[changed] = "another"
@@ -74,11 +80,11 @@ def test_a_resumed_run_can_tell_that_settings_differ(here):
     assert tuned.digest({"quantize": [64, 64, 4]}) != tuned.digest({"quantize": [128, 128, 8]})
 
 
-def test_a_setting_that_fails_or_is_wrong_is_not_taken_and_other_roundings_are_named(here, monkeypatch):
+def test_a_setting_that_fails_or_is_wrong_is_not_taken_and_other_roundings_are_named(here, used, monkeypatch):
     right = ops.grouped_mm
 
     def grouped_mm(*args, **more):
-        setting = launch._settings.get("grouped_mm")
+        setting = used.get("grouped_mm")
         if setting == (128, 64, 128, 8, 3):
             raise RuntimeError("out of resource: shared memory")
         factor = {(64, 32, 128, 4, 4): 1.1, (64, 64, 128, 4, 3): 1.003}.get(setting, 1.0)
@@ -88,7 +94,7 @@ def test_a_setting_that_fails_or_is_wrong_is_not_taken_and_other_roundings_are_n
     monkeypatch.setattr(ops, "grouped_mm", grouped_mm)
     monkeypatch.setattr(tune, "tried", lambda chip: {"grouped_mm": tried(chip)["grouped_mm"]})
     fastest = {(128, 64, 128, 8, 3): 4.0, (64, 32, 128, 4, 4): 3.0, (64, 64, 128, 4, 3): 2.0}
-    rows = list(tune.rows(GPU, TINY, lambda case: 1 / fastest.get(launch._settings.get("grouped_mm"), 1.0)))
+    rows = list(tune.rows(GPU, TINY, lambda case: 1 / fastest.get(used.get("grouped_mm"), 1.0)))
     assert [row.result for row in rows[:1]] == ["64, 64, 128, 4, 3: 2.00 times as fast; rounds differently"]
     assert "with other roundings" in rows[-1].result
 

@@ -79,7 +79,10 @@ def test_units_on_several_gpus_leave_the_bits_of_one(in_one_memory, deal, tied, 
 
 @pytest.mark.parametrize(
     ("late", "between"),
-    [(queue, "gpu" if queue.startswith("peer") or i % 3 == 0 else "ram") for i, queue in enumerate(queues_of(2))],
+    [  # each kind of queue, of one GPU
+        (queue, "gpu" if queue.startswith("peer") or i % 3 == 0 else "ram")
+        for i, queue in enumerate({kind_of(queue): queue for queue in queues_of(2)}.values())
+    ],
 )
 def test_any_queue_of_any_gpu_may_be_late(in_one_memory, late, between):
     units = (

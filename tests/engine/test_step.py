@@ -202,8 +202,7 @@ def test_half_blocks_are_the_same_to_the_bit(model, tier, dtype, n_micro, clip):
     ("late", "window", "model"),
     [
         (late, window, LLAMAS[(i + window) % 2])
-        for i, late in enumerate([(), ("ram",), ("ram", "ssd")])
-        for window in (1, 2)
+        for i, (late, window) in enumerate([((), 1), (("ram",), 2), (("ram", "ssd"), 1)])
     ],
 )
 def test_evaluations_samples_and_flushes_between_steps_change_nothing(model, window, late):
@@ -399,8 +398,7 @@ def frozen_bytes(e) -> list[bytes]:
     return [bytes(reader.read(entry)[: e.geo.base[entry.u].nbytes].numpy()) for entry in entries]
 
 
-@pytest.mark.parametrize("model", IN_FP8)
-@pytest.mark.parametrize("dtype", ["F32", "BF16"])
+@pytest.mark.parametrize(("model", "dtype"), [(model, ("F32", "BF16")[i % 2]) for i, model in enumerate(IN_FP8)])
 def test_matrices_are_quantized_once_a_pass(model, dtype):
     """Frozen ones once, as they are loaded."""
     cfg = IN_FP8[model]

@@ -5,17 +5,14 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-import torch
-import transformers
 from engines import GPT, LLAMA, gpu_plan, make
-from safetensors.torch import load_file
 from tiny import CASES, Tiny, oracle, oracle_generate
 from wrapped import either
 
 from trireme.engine.buffers import workspace
 from trireme.engine.plan import Limits, UnitPlan
 from trireme.engine.run import evaluate
-from trireme.models.config import InputError, read_config
+from trireme.models.config import InputError
 from trireme.models.generate import generate, needs
 from trireme.models.losses.micro_batch import MicroBatch
 
@@ -73,15 +70,6 @@ def test_longrope_takes_its_factors_by_the_length_of_each_text():
     made = generate(cfg, units_of(Tiny(cfg, reference.state_dict())), prompts, [4, 20, 5, 8, 4, 4])
     expected = oracle_generate(reference, prompts, 20)
     assert made == [tokens[:n] for tokens, n in zip(expected, [4, 20, 5, 8, 4, 4], strict=True)]
-
-
-@pytest.mark.full
-def test_greedy_on_stories(real):
-    folder = real / "stories260k"
-    reference = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    tiny = Tiny(read_config(folder), load_file(folder / "model.safetensors"))
-    prompts = [[1], [1, 403, 407, 261, 378], [1, 403, 407, 261, 378, 383, 286, 261, 376, 268]]
-    assert generate(tiny.cfg, units_of(tiny), prompts, 100) == oracle_generate(reference, prompts, 100)
 
 
 @pytest.mark.parametrize("case", ["llama", "llama tied"])

@@ -26,7 +26,6 @@ FILES = {
     "log.jsonl": ("host 8", "out/log.jsonl"),
     "config.yaml": ("host 8", "out/config.yaml"),
     "checkpoint": ("adapters", "../model/model.safetensors"),
-    "config.json": ("host 32", "../model/config.json"),
     "tokenizer": ("host 32", "../model/tokenizer.json"),
     "data": ("host 32", "../text.txt"),
 }
