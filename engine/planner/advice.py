@@ -87,14 +87,16 @@ def _options(f: Forecast, models: Models, sequences: int, resumes: bool) -> Iter
 
 
 def _hardware(f: Forecast) -> Iterator[Way]:
-    m, r, limits = f.machine, f.machine.rates, f.limits
+    m, r, limits, busy, step_s = f.machine, f.machine.rates, f.limits, f.step.busy, f.step.step_s
+    pays = lambda halved: step_s >= WORTH_SAYING * (step_s - halved / 2)  # if these seconds are halved
     yield "twice the RAM", lambda: f.again(replace(limits, ram=2 * limits.ram))
-    if any(unit.state == "ssd" for unit in f.plan.units):
+    if any(unit.state == "ssd" for unit in f.plan.units) and pays(busy["ssd"]):
         drives = replace(m, ssd=2 * m.ssd, reserve=2 * m.reserve, rates=r.times(2, ("ssd_read", "ssd_write")))
         yield "twice the drives", lambda: replace(f, machine=drives).again()
     yield "a GPU with twice the memory", lambda: f.again(replace(limits, gpu=2 * limits.gpu))
-    quick = replace(m, rates=r.times(2, ("matmul", "fp8", "copy")))
-    yield "a GPU twice as fast", lambda: replace(f, machine=quick).again()
+    if pays(busy["compute"] + busy["update"]):
+        quick = replace(m, rates=r.times(2, ("matmul", "fp8", "copy")))
+        yield "a GPU twice as fast", lambda: replace(f, machine=quick).again()
 
 
 # ---------------------------------------------------------------- what fits

@@ -158,28 +158,20 @@ def _descend(s: Search) -> Choice:
 
 
 def sizes(s: Search, plan: Plan) -> Iterable[Plan]:
-    """Micro-batches of other sizes; inputs of blocks on the GPU or in RAM; state on the GPU before activations or not;
-    updates on the GPU or not.
+    """Micro-batches of other sizes; inputs of blocks on the GPU or in RAM; state on the GPU before activations or
+    not.
     """
-    states, shares = ((0.0,), (0.0,)) if s.geo.cfg.lora else ((0.0, 1.0), (GPU_UPDATES, 0.0))
-    for size, x, state, updates in product(s.sizes(plan.tokens), INPUTS, states, shares):
-        yield from s.rule(Strategy(x, state, updates=updates), size)
+    states = (0.0,) if s.geo.cfg.lora else (0.0, 1.0)
+    for size, x, state in product(s.sizes(plan.tokens), INPUTS, states):
+        yield from s.rule(Strategy(x, state), size)
 
 
 def placed(s: Search, plan: Plan, parts: Sequence[float] = (1.0, 0.5)) -> Iterable[Plan]:
-    """Inputs and state as in `sizes`, each with `parts` of the saved tensors that fit in RAM there; also with no state
-    on the GPU, which the rule fills with it: what is swapped needs buffers there.
-    """
+    """Inputs and state as in `sizes`, each with `parts` of the saved tensors that fit in RAM there."""
     streams = any(unit.update == "gpu" for unit in plan.units)
     for x, state in product(INPUTS, (0.0, 1.0)) if s.geo.cfg.lora is None else ():
         for other in s.rule(Strategy(x, state, updates=GPU_UPDATES * streams), (plan.tokens, plan.n_micro)):
-            full = replace(other, late_moments=plan.late_moments, piece=plan.piece)
-            on_gpu = [u for u, unit in enumerate(full.units) if unit.state == "gpu"]
-            for room in dict.fromkeys(
-                (full, full.changed(on_gpu if s.wanted.free else (), weights="ram", state="ram"))
-            ):
-                if s.fits(room):
-                    yield from swapped(s, room, parts)
+            yield from swapped(s, replace(other, late_moments=plan.late_moments, piece=plan.piece), parts)
 
 
 def late(s: Search, plan: Plan) -> Iterable[Plan]:
