@@ -41,6 +41,7 @@ FAILING = (errno.EIO, errno.ESTALE, errno.EREMOTEIO, errno.EUCLEAN)  # a drive, 
 CURES = {
     **dict.fromkeys(FAILING, " Is its drive failing? See dmesg."),
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), " Free some space there, or name another folder."),
+    **dict.fromkeys(TAKEN := (errno.EEXIST, errno.ENOTDIR), " Name another folder."),
     **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), " Change its permissions, or name another."),
 }
 # Spinning threads of torch: steps ten times slower on a busy CPU. Segments that grow: none of a GPU's memory is lost to
@@ -117,7 +118,7 @@ def explained(error: BaseException) -> tuple[str, int]:
         return f"there is not enough memory ({error}). Free some, or raise its limits (ulimit -v, -u).", 3
     if isinstance(error, OSError):
         where, what = error.filename or "a temporary file", str(error.strerror or error).rstrip(".")
-        return f"{where}: {what}.{CURES.get(number or 0, '') * (where != screen.OUTPUT)}", 4
+        return f"{where}: {what}.{CURES.get(number or 0, '') * (where != screen.OUTPUT)}", 2 if number in TAKEN else 4
     if isinstance(error, KeyboardInterrupt):
         return "interrupted.", LEFT
     raise error

@@ -60,11 +60,15 @@ def text_of(path: Path) -> str:
 def read(path: Path, text: str) -> tuple[dict[str, Any], frozenset[str]]:
     """The values in the text of a file, for Options.of, and the names that a user chose. Raises InputError."""
     try:
-        values, wrong = yaml.safe_load(text), "no lines such as `batch-size: 16`"
+        wrong, values = "no lines such as `batch-size: 16`", yaml.safe_load(text)
+        node = yaml.compose(text, yaml.SafeLoader)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
-        values, wrong = None, " ".join(str(error).split())[:300]
-    if not isinstance(values, dict) or not all(isinstance(key, str) for key in values):
+        node, wrong = None, " ".join(str(error).split())[:300]
+    if not (isinstance(node, yaml.MappingNode) and values and all(isinstance(key, str) for key in values)):
         raise InputError(f"{path} is not YAML with options: {wrong}. Correct or restore it.")
+    names = [key.value.replace("-", "_") for key, _ in node.value]
+    if twice := next((name for name in names if names.count(name) > 1), ""):
+        raise InputError(f"{path}: {twice} is given twice. Leave one out.")
     if not text.startswith(FIRST):
         values = translated(values, where=f"{path}: ")
         return values, frozenset(values)
@@ -148,6 +152,8 @@ def translated(values: Mapping[str, Any], ours: Mapping[str, Any] | None = None,
         meaning = next((of[text] for keys, of in MEANINGS.items() if key in keys.split() and text in of), None)
         if meaning is None and name in named:
             raise InputError(f"{where}{key}: {name} is given twice. Leave one out.")
+        if key == "warmup_ratio" and re.fullmatch(r"[1-9]\d*(\.\d*)?", text):  # else they would be steps
+            raise InputError(f"{where}{key}: {value} is not a share below 1. Of steps it is warmup_steps.")
         if meaning is None and (name in FIELDS or text not in ("false", "")):
             named[name] = value
         implied |= meaning or {}

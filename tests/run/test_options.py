@@ -239,10 +239,13 @@ def test_the_command_line_takes_the_same_names(words, expected):
 @pytest.mark.parametrize(("key", "value"), [
     ("optimizer", "lion"), ("cosine_min_lr_ratio", 0.0), ("fp16", True), ("dora", True), ("unheard_of", 3),
     ("train_on_inputs", True), ("loss_type", "focal"), ("quantization_bit", 3), ("lr_scheduler_type", "step"),
-    ("datasets", [dict(path="a.jsonl")]), ("mixed_precision", "no"),
+    ("datasets", [dict(path="a.jsonl")]), ("mixed_precision", "no"), ("warmup_ratio", 2.0),
 ])  # fmt: skip
 def test_what_is_not_known_is_refused_by_its_name(key, value, tmp_path):
     path = tmp_path / "other.yaml"
     path.write_text(yaml.safe_dump({"model_name_or_path": "m", key: value}))
     with pytest.raises(InputError, match=key.replace("_", "[-_]") if key != "lr_scheduler_type" else "schedule"):
+        cli.parse(["--config", str(path)])
+    path.write_text("batch-size: 1\nbatch_size: 2\n")
+    with pytest.raises(InputError, match="batch_size is given twice"):
         cli.parse(["--config", str(path)])

@@ -34,6 +34,7 @@ REFUSED = [
     (f"{RUN} --out stories.txt", 2, "stories.txt is not an empty folder", None),
     (f"{RUN} --out full", 2, "--out full is not an empty folder", f"{RUN} {SMALL}"),
     ("stories.txt --data stories.txt", 2, "stories.txt is a file", None),
+    (f"{RUN} --store stories.txt {SMALL}", 2, "stories.txt.*another", f"{RUN} {SMALL}"),
     ("gguf --data stories.txt", 2, "gguf holds GGUF", None),
     (f"{RUN} --lora", 2, "--lora 16 is usual", f"{RUN} --lora 16 {SMALL}"),
     (f"{RUN} --loar 8", 2, "loar.*--lora", f"{RUN} --lora 8 {SMALL}"),
