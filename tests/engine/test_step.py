@@ -178,8 +178,8 @@ def test_placement_never_changes_the_numbers(name):
     plan = gpu_plan(LLAMA, units=units, **dict(dtype="BF16", record=700) | more)
     before = (ALWAYS, ("evaluate",), ("sample",)) if method == "teacher" else (("evaluate",),) * 3
     check(plan, RealQueues("cpu", extra=("poison",)), model, between=before, method=method)
-    i = [*PLANS].index(name)
-    check(plan, LateQueues(LAGS[0] if i % 2 else LAGS[1 + i // 2 % (len(LAGS) - 1)]), model, method=method)
+    for late in (LAGS[0], LAGS[1 + [*PLANS].index(name) % (len(LAGS) - 1)]):
+        check(plan, LateQueues(late), model, method=method)
 
 
 HALVED = [name for name in MODELS if name not in ELSEWHERE]
