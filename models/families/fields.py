@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 
 from trireme.models.families.experts import Act, parse_experts
 from trireme.models.families.family import ACTS, EXACT_GELU, OF_LOGITS, OF_SCORES, Family
-from trireme.models.families.keys import InputError, Keys, is_number
+from trireme.models.families.keys import Keys, is_number
 from trireme.models.families.latent import Latent, parse_latent
 from trireme.models.families.names import direct
 from trireme.models.families.rope import Rope, parse_ropes
@@ -28,8 +28,6 @@ def heads_of(keys: Keys, family: Family, width: int, heads: int) -> tuple[int, i
         most = f" / {family.local_kv}" if family.local_kv > 1 else ""
         raise keys.error("num_key_value_heads", f"a divisor of num_attention_heads{most} = {heads // family.local_kv}")
     head_dim = keys.count("head_dim", family.head_dim or width // heads, null=width // heads)
-    if head_dim % 2:
-        raise InputError(f"{keys.where}: heads of {head_dim} cannot be rotated; head_dim must be even.")
     return kv_heads, head_dim
 
 

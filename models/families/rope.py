@@ -42,6 +42,8 @@ def parse_ropes(keys: Keys, family: Family, head_dims: tuple[int, int], position
 
     They are equal unless the family has a local theta. Raises InputError.
     """
+    if odd := [n for n in head_dims if n % 2]:
+        raise InputError(f"{keys.where}: heads of {odd[0]} cannot be rotated; head_dim must be even.")
     inner, thetas = _parameters(keys, family), (family.theta, family.local_theta or family.theta)
     null, names = family.unrotated == "null", (family.spelled["theta"], family.local_theta_key)
     names = names if family.local_theta is not None else names[:1] * 2

@@ -124,6 +124,7 @@ REFUSED = [
     (LLAMA | dict(hidden_act=None), ["hidden_act", "silu"]),
     (LLAMA | dict(num_key_value_heads=5), ["num_key_value_heads"]),
     (LLAMA | dict(head_dim=81), ["81", "even"]),
+    (LLAMA | dict(model_type="gemma4_text", hidden_size_per_layer_input=0, global_head_dim=81), ["81", "even"]),
     (LLAMA | dict(hidden_size="4096"), ["hidden_size", '"4096"']),
     (LLAMA | dict(model_type="gemma4_text"), ["E2B and E4B", "12B, 26B-A4B or 31B"]),
     (LLAMA | dict(num_hidden_layers=-1), ["num_hidden_layers"]),
