@@ -45,7 +45,7 @@ REFUSED = [
     (f"{RUN} --schedule cosin", 2, "--schedule.*cosine", None),
     (f"{RUN} --save-every 30 minutes", 2, "minutes.*30min", None),
     (f"{RUN} --seq-len 4096", 2, "--seq-len 4096.*--rope-factor 8", None),
-    ("--demo --data stories.txt", 2, "--demo.*--data", None),
+    ("--demo --data stories.txt", 2, "--demo.*--data", f"model --data stories.txt {SMALL}"),
     (f"{RUN} --lora-alpha 16", 2, "--lora-alpha.*--lora 16", f"{RUN} --lora-alpha 16 --lora 16 {SMALL}"),
     (f"{RUN} --merge", 2, "--merge.*--lora 16", f"{RUN} --merge --lora 16 {SMALL}"),
     (f"{RUN} --top-k 8", 2, "--top-k.*--teacher", None),
