@@ -36,7 +36,6 @@ from trireme.engine.planner.rule import (
     share_updates,
     simple_plan,
     sliced,
-    some,
 )
 from trireme.engine.planner.search import (
     Decision,
@@ -56,7 +55,6 @@ WITHOUT_A_DRIVE = Strategy(states=1.0), Strategy("ram", states=1.0), Strategy("r
 INPUTS: tuple[Tier, ...] = "gpu", "ram"  # tiers of inputs of blocks
 PARTS = (1.0, 0.6, 0.3, 0.1)  # of the moves that fit in RAM
 FINER = (0.8, 0.9, 1.1, 1.2)  # of the moves of the best plan
-BASE_RAM = (1.0, 0.6, 0.0)  # shares of the frozen units in RAM that stay there; activations get the rest
 DRIVE_RAM = 0.85  # share of the RAM that state may take in plans that swap activations through RAM to the SSD
 UPDATES = (0.0, 0.15, 0.3, 0.45, 0.6)  # shares of RAM-stored units updated on the GPU
 LATE: tuple[tuple[Tier, ...], ...] = ((), ("ram",), ("ram", "ssd"), ("gpu", "ram"), ("gpu", "ram", "ssd"))
@@ -229,12 +227,12 @@ def driven(s: Search, plan: Plan) -> Iterable[Plan]:
 
 
 def base(s: Search, plan: Plan) -> Iterable[Plan]:
-    """RAM divided between the frozen weights of adapters and activations."""
+    """RAM first for the frozen weights of adapters, or first for activations."""
     for x in INPUTS if s.geo.cfg.lora else ():
         for other in s.rule(Strategy(x), (plan.tokens, plan.n_micro)):
             in_ram = [u for u, unit in enumerate(other.units) if unit.base == "ram" and s.geo.base_bytes[u]]
-            for part in BASE_RAM if s.wanted.free and s.rates.has_drive and in_ram else (1.0,):
-                low = other.changed(set(in_ram) - some(in_ram, int(part * len(in_ram))), base="ssd")
+            moves_base = s.wanted.free and s.rates.has_drive and in_ram
+            for low in (other, other.changed(in_ram, base="ssd")) if moves_base else (other,):
                 for full in (low, *swapped(s, low)):
                     yield fill_ram(s.geo, full, s.limits) if s.wanted.free else full
 
