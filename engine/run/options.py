@@ -186,8 +186,8 @@ class Base:
         """
         known, parsed = table(cls), dict[str, Any]()
         if unknown := [name for name in values if name not in known]:
-            near = {name: "".join(difflib.get_close_matches(name, known, 1)) for name in unknown}
-            words = ", ".join(f"{name} (is it {flag(other)}?)" if other else name for name, other in near.items())
+            near = [(flag(name), difflib.get_close_matches(name, known, 1)) for name in unknown]
+            words = ", ".join(f"{name} (is it {flag(other[0])}?)" if other else name for name, other in near)
             raise InputError(f"{where}unknown option {words[:900]}. Leave out what is not in --help.")
         for name, value in values.items():
             try:
