@@ -256,6 +256,7 @@ def test_narrow_unit_may_be_cut(width):
 # ---------------------------------------------------------------- threads
 
 
+@pytest.mark.grid("2")
 @pytest.mark.parametrize("threads", [1, 2, 5])
 def test_thread_count_changes_nothing(threads):
     """Nor where decay ends within a record, or between two."""

@@ -106,6 +106,7 @@ def test_close_waits_and_refuses_afterwards(io: IO, file: File):
         io.read(file, 0, arena(4 * K)).result(60)
 
 
+@pytest.mark.grid
 @pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC, errno.EROFS, errno.ENODEV])
 def test_a_fault_ends_the_request_and_nothing_else(file: File, number):
     """The future fails once nothing of it is in flight; pieces that had not begun never begin; a retry succeeds."""

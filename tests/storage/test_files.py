@@ -107,6 +107,7 @@ def test_writes_that_the_filesystem_takes_otherwise(tmp_path, monkeypatch, how):
     check(tmp_path / "file", given, 3 * PIECE // 4096 * 4096)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("how", ["written", "read"])
 def test_blocks_are_under_way_together(tmp_path, monkeypatch, how):
     """None of the first DEPTH is over before all of them have begun."""

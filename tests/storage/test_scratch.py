@@ -31,6 +31,7 @@ def claimed(devices, nbytes):
     return s
 
 
+@pytest.mark.grid("3")
 @pytest.mark.parametrize("count", [1, 3])
 def test_what_was_written_is_read(devices, count):
     """Spans that begin and end anywhere, side by side, each with its own bytes; no byte on two places."""
