@@ -113,8 +113,9 @@ def _ways(cfg: ModelConfig, limits: Limits, wanted: Wanted, first: Plan, resumed
     """
     streamed = any(unit.base != "gpu" for unit in first.units) and first.gpus == first.hosts == 1
     may = first.halves and first.slices == 1 and streamed and narrow.may_be_sliced(cfg)
-    others = [*([sliced(cfg, SLICES)] if may else []), *([Cut.of(resumed)] if resumed else [])]
-    of = dict.fromkeys([Cut.of(first), *(cut for cut in others if cut in cuts(cfg, wanted))])
+    others, tried = [sliced(cfg, SLICES)] if may else [], cuts(cfg, wanted)
+    others += [Cut.of(resumed)] if resumed else []
+    of = dict.fromkeys([Cut.of(first), *(cut for cut in others if cut in tried)])
     rooms = tuple(float(limits.of(gpu)) for gpu in range(wanted.gpus))
     for cut, share in product(of, ((), rooms) if limits.less else ((),)):
         yield replace(wanted, cuts=(cut,), shares=share)
