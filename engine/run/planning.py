@@ -102,7 +102,7 @@ class Planner:
     ) -> tuple[Plan, Machine]:
         """Chooses the plan; also returns the machine, whose drives were measured if the plan may use them.
 
-        `limits`: of limits_for. `stores`: on drives. `by_rule`: drives are not checked. Raises InputError, DoesNotFit.
+        `limits`: of limits_for. `stores`: on drives. `by_rule`: no search, no drives. Raises InputError, DoesNotFit.
         """
         o, wanted = self.options, self.wanted(work.sequences)
         wanted = replace(wanted, document=work.document, trained=work.trained, compared=work.compared)
