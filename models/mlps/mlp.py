@@ -109,7 +109,7 @@ def backward(
     add_gradients_(g.up, w.up, y, d_up)
     del y
     if shares is not None and d_shares is not None:
-        _gate_backward_(w, g, x, d_shares * shares * (1 - shares), onto)
+        _gate_backward_(w, g, x, shares, d_shares, onto)
     d_norm = linear_backward(d_up, w.up)
     del d_up
     return norm_backward(d_norm, x, w.norm, stats, g.norm, onto, dx)
@@ -128,11 +128,11 @@ def _order(x: Tensor) -> ops.Order:
     return ops.Order(rows, rows, rows[:0])
 
 
-def _gate_backward_(w: MlpWeights, g: MlpWeights, x: Tensor, d_gate: Tensor, dx_: Tensor) -> None:
-    """Adds the gradients of the product of x and a shared expert's gate, given d_gate (N, 1), to g and dx_ (N, D)."""
+def _gate_backward_(w: MlpWeights, g: MlpWeights, x: Tensor, shares: Tensor, d_shares: Tensor, dx_: Tensor) -> None:
+    """Adds the gradients of a shared expert's gate to g and dx_ (N, D), given its shares and their gradients (N, 1)."""
     if w.gate is None or g.gate is None:
         return
-    d_gate = d_gate.to(x.dtype)
+    d_gate = (d_shares * shares * (1 - shares)).to(x.dtype)
     if trained(g.gate):
         add_matmul_(g.gate, d_gate, x)
     dx_.addmm_(d_gate, w.gate)
