@@ -57,10 +57,10 @@ def _attentions(keys: Keys, family: Family, heads: int, types: list[str], same: 
     The keys of the second are in `per_layer_config` where transformers has written the file. same: values are keys.
     """
     listed = keys.raw.get("per_layer_config") or {}
-    found = listed.get(str(types.index(GLOBAL))) if isinstance(listed, dict) else None
-    found = found if isinstance(found, dict) else {}
+    of_whole = listed.get(str(types.index(GLOBAL))) if isinstance(listed, dict) else None
+    of_whole = of_whole if isinstance(of_whole, dict) else {}
     said = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_value_heads"}
-    keys = Keys(keys.raw | {said[key]: value for key, value in found.items() if key in said}, keys.where)
+    keys = Keys(keys.raw | {said[key]: value for key, value in of_whole.items() if key in said}, keys.where)
     if keys.raw.get("rope_parameters") is None:
         keys = Keys(keys.raw | {"rope_parameters": USUAL}, keys.where)
     local, twice = keys.count("head_dim", family.head_dim), 2 * (family.head_dim or 1)

@@ -59,7 +59,7 @@ def parse_ropes(keys: Keys, family: Family, head_dims: tuple[int, int], position
 def _parameters(keys: Keys, family: Family) -> tuple[Keys, Keys]:
     """What config.json says of each of the two, from the keys where transformers reads it. Raises InputError."""
     scaling, params = (_object(keys, keys.raw, name) for name in ("rope_scaling", "rope_parameters"))
-    of = lambda name, found: Keys(found, f"{keys.where}: {name}")
+    of = lambda name, raw: Keys(raw, f"{keys.where}: {name}")
     flat = of("rope_scaling", scaling) if scaling or family.local_theta else of("rope_parameters", params)
     if nested := [kind for kind, value in flat.raw.items() if isinstance(value, dict)]:
         raise InputError(f'{flat.where}: parameters for "{nested[0]}" are not supported for this model_type.')
@@ -106,15 +106,12 @@ def _parse(keys: Keys, inner: Keys, family: Family, theta: float, head_dim: int,
         raise InputError(f'{inner.where}: rope type "{kind}" is not supported. Supported: {", ".join(kinds)}.')
     if not family.query_beta:
         inner.refuse_unless("llama_4_scaling_beta", (None, 0))
-    share, impossible = _share(keys, inner, family, head_dim)
-    width = int(head_dim * share)
-    if share > 1 or kind != "proportional" and (width % 2 or not width):
-        raise impossible
+    share = _share(keys, inner, family, head_dim, whole_pairs=kind != "proportional")
     sharp = lambda factor: _sharpness(inner, factor) if family.latent else 1.0
     if kind == "proportional":
         factor = inner.number("factor", 1.0)
         return Rope(theta, kind, factor, share, pairs=family.pairs, sharpness=sharp(factor))
-    width = 0 if width == head_dim else width
+    width = int(head_dim * share) % head_dim  # 0: all
     common: dict[str, Any] = dict(width=width, pairs=family.pairs)
     if kind == "default":
         return Rope(theta, **common)
@@ -170,8 +167,8 @@ def _query_beta(inner: Keys, family: Family) -> float:
     return inner.number(name) if family.query_beta and inner.raw.get(name) != 0 else 0.0
 
 
-def _share(keys: Keys, inner: Keys, family: Family, head_dim: int) -> tuple[float, InputError]:
-    """(the share of a head's features that are rotated, the error where that is not possible)."""
+def _share(keys: Keys, inner: Keys, family: Family, head_dim: int, whole_pairs: bool) -> float:
+    """The share of a head's features that are rotated. `whole_pairs`: it must be an even number of them."""
     name, holder = family.spelled["share"], keys
     whole = None if family.longrope or name != "partial_rotary_factor" else 1.0  # what null stands for
     whole = family.partial if name in family.only else whole
@@ -181,7 +178,10 @@ def _share(keys: Keys, inner: Keys, family: Family, head_dim: int) -> tuple[floa
         name, share = "rotary_dim", keys.count("rotary_dim") / head_dim
     else:
         share = keys.number(name, family.partial or 1.0, null=whole)
-    return share, holder.error(name, f"a share of {head_dim} features that is an even number")
+    width = int(head_dim * share)
+    if share > 1 or (whole_pairs and (width % 2 or not width)):
+        raise holder.error(name, f"a share of {head_dim} features that is an even number")
+    return share
 
 
 def _sharpness(inner: Keys, factor: float) -> float:
