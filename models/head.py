@@ -130,7 +130,6 @@ def head_loss(
     factors: Tensor | None = None,
     shares: Shares | None = None,
     correct_: Tensor | None = None,
-    dlogits_: Tensor | None = None,
 ) -> Tensor:
     """Loss of each token, (N,) fp32; with g and dx also the gradients of scale * sum(factors * loss).
 
@@ -140,13 +139,11 @@ def head_loss(
     to correct_ (1,) fp64.
 
     With `shares` the loss is that of cfg.teaching, without smoothing and correct_; the result is its two parts, (2, N):
-    cross-entropy and divergence. With g from `norm_sums`, dlogits_ (M, V) receives the logits' gradients for
-    `head_gradients`.
+    cross-entropy and divergence.
 
     With a score head labels are classes, each at the one token of a document that is scored; losses are as in Scored.
     """
     if cfg.scores:
-        assert dlogits_ is None
         return _score_loss(cfg, w, x, labels, loss_rows, scale, g, dx, factors, correct_)
     y, stats = final_norm(cfg, w, x)
     out, taught = _trained_output(g), None
@@ -168,7 +165,6 @@ def head_loss(
         factors=factors,
         smoothing=cfg.smoothing if dx is not None and taught is None else 0.0,
         hits_=hits,
-        dlogits_=dlogits_,
         taught=taught,
     )
     if correct_ is not None and hits is not None:
@@ -184,34 +180,6 @@ def head_loss(
 def _trained_output(g: HeadWeights | None) -> Tensor | None:
     """The output matrix' gradient; None where it is not taken or not trained."""
     return None if g is None or g.output is None or not trained(g.output) else g.output
-
-
-def norm_sums(w: HeadWeights, dtype: torch.dtype) -> HeadWeights:
-    """Zeros of this dtype for the gradients of the final norm alone: the output matrix has none."""
-    norm, zeros = w.norm, lambda t: torch.zeros_like(t, dtype=dtype)
-    return HeadWeights(Norm(zeros(norm.weight), None if norm.bias is None else zeros(norm.bias)), None)
-
-
-def head_gradients(
-    cfg: ModelConfig,
-    w: HeadWeights,
-    x: Tensor,
-    loss_rows: Tensor,
-    dlogits: Tensor,
-    sums: HeadWeights,
-    g: HeadWeights,
-) -> None:
-    """Adds to g, where trained, what a head_loss that was given it would have added.
-
-    It was given dlogits_ and, in place of g, `sums` (norm_sums). x (N, D), loss_rows (M,), dlogits (M, V).
-    """
-    if (g_out := _trained_output(g)) is not None:
-        ops.linear_cross_entropy_dweight(
-            final_norm(cfg, w, x)[0], loss_rows, dlogits, g_out, rows_of_loss(cfg, len(x), g_out.itemsize)
-        )
-    for total, added in ((g.norm.weight, sums.norm.weight), (g.norm.bias, sums.norm.bias)):
-        if total is not None and added is not None and trained(total):
-            total.add_(added)
 
 
 def _of_labels(scores: Tensor, labels: Tensor) -> Scored:

@@ -145,9 +145,6 @@ def loss(s: Shapes) -> Iterator[Case]:
                 args = (x, w, labels, rows, 1 / N, s.zeros(V, D, dtype=dtype), torch.empty_like(x), chunk)
                 label = f"{N}x{D}x{V} by {chunk}, dw {dtype}".replace("torch.", "")
                 yield Case(label, "linear_cross_entropy", args, 6 * N * D * V, flops=True)
-        M = min(N, s.chunks[0])
-        added = (x, rows[:M], s.randn(M, V) * 0.02, s.zeros(V, D, dtype=torch.float32), max(1, M // 2))
-        yield Case(f"{M}x{D}x{V} added later", "linear_cross_entropy_dweight", added, 2 * M * D * V, flops=True)
         K = min(32, V // 2)
         ids = (labels[:, None] + torch.arange(K, device=s.device) * (V // K)) % V
         logps = torch.log_softmax(s.randn(N, K + 1, dtype=torch.float32), 1)

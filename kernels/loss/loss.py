@@ -180,13 +180,12 @@ def linear_cross_entropy(
     factors: Tensor | None = None,
     smoothing: float = 0.0,
     hits_: Tensor | None = None,
-    dlogits_: Tensor | None = None,
     taught: Taught | None = None,
 ) -> Tensor:
     """As reference.linear_cross_entropy, x and weight contiguous.
 
-    Memory: chunk * V logits, unless dlogits_ holds them, and 12 K bytes for each row of a chunk. Where several chunks
-    are added to a bf16 dweight_ also V * D fp32 values: a sum in bf16 would lose later chunks.
+    Memory: chunk * V logits, and 12 K bytes for each row of a chunk. Where several chunks are added to a bf16 dweight_
+    also V * D fp32 values: a sum in bf16 would lose later chunks.
     """
     (N, D), V, M = x.shape, weight.shape[0], len(rows)
     assert weight.shape == (V, D)
@@ -195,20 +194,21 @@ def linear_cross_entropy(
     assert labels.shape == (N,)
     assert factors is None or (factors.shape == (N,) and factors.dtype == torch.float32 and factors.is_contiguous())
     assert hits_ is None or (hits_.shape == (N,) and hits_.dtype == torch.uint8)
-    assert dx_ is not None or (dweight_ is None and dlogits_ is None)
-    assert dlogits_ is None or (dweight_ is None and dlogits_.shape == (M, V) and dlogits_.is_contiguous())
+    assert dx_ is not None or dweight_ is None
     assert taught is None or (_checked(taught, M) and not smoothing and hits_ is None)
     if dx_ is not None and M < N:
         dx_.zero_()
     losses = torch.zeros(N if taught is None else (2, N), dtype=torch.float32, device=x.device)
     chunk = max(1, min(chunk, M))
-    logits = torch.empty((chunk, V), dtype=x.dtype, device=x.device) if dlogits_ is None else dlogits_
-    total, how = _total_of(dweight_, chunk < M), launch.cross_entropy(x.device, V)
+    logits = torch.empty((chunk, V), dtype=x.dtype, device=x.device)
+    total, how = dweight_, launch.cross_entropy(x.device, V)
+    if dweight_ is not None and dweight_.dtype != torch.float32 and chunk < M:
+        total = dweight_.float()
     for i in range(0, M, chunk):
         part = rows[i : i + chunk]
         every = M == N  # rows count up from 0: no gathering
         xs = x[i : i + chunk] if every else x.index_select(0, part)
-        z = logits[: len(part)] if dlogits_ is None else dlogits_[i : i + chunk]
+        z = logits[: len(part)]
         torch.mm(xs, weight.T, out=z)
         top, ids, teachers, rest = (None,) * 4 if taught is None else _teacher(taught, i, xs, weight, z)
         by = (0.0, 1.0) if taught is None else (float(taught.weight), float(taught.temperature))
@@ -253,29 +253,6 @@ def _teacher(
     _teachers_logits[(m,)](top, xs, weight, ids, K, D, block, width, num_warps=4)
     logits_.scatter_(1, ids, float("-inf"))
     return top, ids, taught.logps[part], taught.rest[part]
-
-
-def linear_cross_entropy_dweight(x: Tensor, rows: Tensor, dlogits: Tensor, dweight_: Tensor, chunk: int = 2048) -> None:
-    """As reference.linear_cross_entropy_dweight: with the GEMMs of a loss that is given dweight_, bitwise equal.
-
-    `chunk` is that of the loss.
-    """
-    N, M = len(x), len(rows)
-    assert dlogits.shape == (M, len(dweight_))
-    assert all(t.is_contiguous() for t in (dlogits, x))
-    chunk = max(1, min(chunk, M))
-    total = _total_of(dweight_, chunk < M)
-    assert total is not None
-    for i in range(0, M, chunk):
-        xs = x[i : i + chunk] if M == N else x.index_select(0, rows[i : i + chunk])
-        _add_product_(total, dlogits[i : i + chunk].T, xs)
-    if total is not dweight_:
-        dweight_.copy_(total)
-
-
-def _total_of(dweight: Tensor | None, several: bool) -> Tensor | None:
-    """The sum that products of chunks are added to: dweight itself, or where there are several chunks an fp32 copy."""
-    return dweight.float() if dweight is not None and dweight.dtype != torch.float32 and several else dweight
 
 
 def _add_product_(total_: Tensor, a: Tensor, b: Tensor) -> None:

@@ -47,7 +47,6 @@ def linear_cross_entropy(
     factors: Tensor | None = None,
     smoothing: float = 0.0,
     hits_: Tensor | None = None,
-    dlogits_: Tensor | None = None,
     taught: Taught | None = None,
 ) -> Tensor:
     """Cross-entropy of each token, (N,) fp32, under softmax(x @ weight.T).
@@ -62,8 +61,7 @@ def linear_cross_entropy(
     With `taught`, whose row m belongs to token rows[m], the gradients are those of the loss above; the result is
     (2, N), cross-entropy and T^2 times the divergence. Then without smoothing and hits_.
 
-    Logits exist for `chunk` rows at a time. Without dweight_ their gradients can be left in dlogits_ (M, V), which
-    linear_cross_entropy_dweight reads later.
+    Logits exist for `chunk` rows at a time.
     """
     losses = torch.zeros(x.shape[0] if taught is None else (2, len(x)), dtype=upcast(x).dtype, device=x.device)
     if dx_ is not None:
@@ -82,8 +80,6 @@ def linear_cross_entropy(
         dlogits = logits.mul_(scale if factors is None else scale * factors[part][:, None]).mul_(slope)
         dlogits = dlogits.to(x.dtype)
         dx_[part] = dlogits @ weight
-        if dlogits_ is not None:
-            dlogits_[i : i + chunk] = dlogits
         if dweight_ is not None:
             _add_dweight_(dweight_, dlogits, xs)
     return losses
@@ -122,12 +118,6 @@ def _taught(logits_: Tensor, target: Tensor, taught: Taught, part: slice) -> Ten
     logits_.scatter_(-1, ids, g[:, :-1])
     logits_[torch.arange(len(target), device=logits_.device), target] -= 1 - weight
     return torch.stack((lse - label, divergence))
-
-
-def linear_cross_entropy_dweight(x: Tensor, rows: Tensor, dlogits: Tensor, dweight_: Tensor, chunk: int = 2048) -> None:
-    """Adds to dweight_ (V, D) what the loss of x (N, D) and rows (M,) that left dlogits (M, V) would have added."""
-    for i in range(0, len(rows), chunk):
-        _add_dweight_(dweight_, dlogits[i : i + chunk], x[rows[i : i + chunk]])
 
 
 def _add_dweight_(dweight_: Tensor, dlogits: Tensor, xs: Tensor) -> None:

@@ -27,7 +27,6 @@ def compiled(op: str, args: tuple, kwargs: dict) -> Peers:
         "adamw_",
         "embedding_bwd_",
         "linear_cross_entropy",
-        "linear_cross_entropy_dweight",
         "grouped_mm",
         "grouped_add_",
     ):  # host loops

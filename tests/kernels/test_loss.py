@@ -186,27 +186,3 @@ def test_no_row_counts(device, K):
     assert not run(loss, form, a, a.x, a.w, a.dw, dx).any()
     assert not dx.any()
     assert torch.equal(a.dw, before)
-
-
-LATER = [(40, 24, 50, M, 16, device) for M in (0, 5, 40) for device in ("cpu",)]
-LATER += [pytest.param(N, 1024, V, M, 2048, "cuda", marks=pytest.mark.gpu)
-          for N, M, V in ((5000, 4999, 50257), (4096, 4096, 128256))]  # fmt: skip
-
-
-@pytest.mark.parametrize("module", [loss, reference])
-@pytest.mark.parametrize("wide", [True, False])
-@pytest.mark.parametrize(("N", "D", "V", "M", "chunk", "device"), LATER)
-def test_the_weights_gradient_may_be_added_later(N, D, V, M, chunk, device, wide, module):
-    """To the bit as if the loss had added it, a chunk of rows after another."""
-    if device == "cuda" and module is reference:
-        pytest.skip("too large")
-    form = Form()
-    a = case(form, N, D, V, M, torch.bfloat16, device, torch.float32 if wide else torch.bfloat16)
-    later, dx, dx_later = a.dw.clone(), torch.empty_like(a.x), torch.empty_like(a.x)
-    expected = run(module, form, a, a.x, a.w, a.dw, dx, chunk)
-    dlogits = torch.full((M, V), float("nan"), device=device, dtype=a.x.dtype)
-    losses = run(module, form, a, a.x, a.w, None, dx_later, chunk, dlogits_=dlogits)
-    module.linear_cross_entropy_dweight(a.x, a.rows, dlogits, later, chunk=chunk)
-    assert torch.equal(losses, expected)
-    assert torch.equal(dx_later, dx)
-    assert torch.equal(later, a.dw)
