@@ -251,12 +251,6 @@ class ModelConfig:
         return any(spec.rope for spec in self.attentions)
 
 
-def with_experts(cfg: ModelConfig, **changes: Any) -> ModelConfig:
-    """`cfg` with other fields of experts in all layers that have them."""
-    changed = lambda mlps: tuple(replace(m, **changes) if isinstance(m, Experts) else m for m in mlps)
-    return replace(cfg, layers=tuple(replace(layer, mlps=changed(layer.mlps)) for layer in cfg.layers))
-
-
 def renamed(cfg: ModelConfig, spelled: Callable[[MlpNames], MlpNames]) -> ModelConfig:
     """`cfg` with other names of MLPs in the layers that have experts."""
     named = lambda layer: replace(layer, mlp_names=spelled(layer.mlp_names)) if layer.experts else layer

@@ -55,11 +55,6 @@ def slice_of(cfg: ModelConfig) -> int:
     return -(-cfg.experts.count // SLICES)
 
 
-def slice_bytes(cfg: ModelConfig, u: int, itemsize: int) -> int:
-    """Bytes of the decoded matrices of at_once experts, of the larger matrix."""
-    return max((at_once(cfg) * prod(shape[1:]) * itemsize for ((_, shape),) in sliced_groups(cfg, u)), default=0)
-
-
 def at_once(cfg: ModelConfig) -> int:
     """Experts that a matmul decodes at a time."""
     assert cfg.experts is not None

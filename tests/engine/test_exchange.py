@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from engines import LIMITS, LLAMA, MemoryScratch, MemoryStore, gpu_plan, of
+from engines import LIMITS, LLAMA, MemoryScratch, MemoryStore, gpu_plan, of, with_experts
 from safetensors.numpy import load_file, save_file
 from tiny import CASES, oracle, relative
 
@@ -20,7 +20,7 @@ from trireme.engine.queues.real import RealQueues
 from trireme.kernels.fp8.reference import quantize
 from trireme.kernels.reference import split_master
 from trireme.models import hf
-from trireme.models.config import InputError, read_config, with_experts
+from trireme.models.config import InputError, read_config
 from trireme.models.sizes import narrow, shapes
 from trireme.storage.checkpoint import NUMPY, convert, dtype_of, open_source
 from trireme.storage.layout import ITEMSIZE

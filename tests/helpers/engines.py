@@ -38,7 +38,8 @@ from trireme.engine.tuning.packed_source import Packed, as_trained
 from trireme.engine.tuning.parts import as_stored, open_checkpoint
 from trireme.engine.updates import AdamW
 from trireme.models import hf
-from trireme.models.config import Lora, ModelConfig, parse_config, read_config, with_experts
+from trireme.models.config import Lora, ModelConfig, parse_config, read_config
+from trireme.models.families.experts import Experts
 from trireme.models.families.packing import FP8 as FP8_BLOCKS
 from trireme.models.families.packing import MODELOPT, MXFP4
 from trireme.models.losses.micro_batch import MicroBatch
@@ -59,6 +60,12 @@ DELTA = dict(
     linear_conv_kernel_dim=4,
 )  # fmt: skip
 SCAN, FULL = "linear_attention", "full_attention"
+
+
+def with_experts(cfg, **changes):
+    """`cfg` with other fields of experts in all layers that have them."""
+    changed = lambda mlps: tuple(replace(m, **changes) if isinstance(m, Experts) else m for m in mlps)
+    return replace(cfg, layers=tuple(replace(layer, mlps=changed(layer.mlps)) for layer in cfg.layers))
 
 
 def of(model_type: str, **keys) -> ModelConfig:

@@ -106,7 +106,6 @@ def test_experts_that_are_decoded_some_at_a_time_take_less():
     some, more = (measure.temporaries(replace(cfg, at_once=n), 2, TOKENS, 2) for n in (2, 8))
     assert 960 * 64 * 2 < more - some <= 6 * 960 * 64 * 2
     assert measure.forward_flops(replace(cfg, at_once=2), 2, TOKENS, 0) == measure.forward_flops(cfg, 2, TOKENS, 0)
-    assert narrow.slice_bytes(replace(cfg, at_once=2), 2, 2) == 2 * 960 * 64 * 2
 
 
 @pytest.mark.parametrize("tied", [False, True])
