@@ -16,15 +16,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from trireme.kernels import ops
-from trireme.models.branch import add_matmul
+from trireme.models.branch import add_normed, normed_backward
 from trireme.models.families.experts import Experts
 from trireme.models.families.scans import Scan
 from trireme.models.layers import Attention, Layer, Mlp
 from trireme.models.lora import dropping
 from trireme.models.mixers import attention, scan
 from trireme.models.mlps import experts, mlp
-from trireme.models.norm import Norm, Stats, bare_weight, norm, norm_backward
+from trireme.models.mlps.grouped import Slice
+from trireme.models.norm import Norm, bare_norm, norm, norm_backward
 from trireme.models.reader import Reader
 from trireme.models.rows import Pass
 from trireme.models.sizes.shapes import saved_of
@@ -55,14 +55,14 @@ def weights(read: Reader) -> LayerWeights:
     mixers, mlps = (
         tuple(MODULES[type(spec)].weights(read, spec) for spec in part) for part in (layer.mixers, layer.mlps)
     )
-    post = read.norm(layer.mlp_names.post) if len(mlps) > 1 else None
+    post = read.norm(layer.mlp_names.post, layer.post_eps) if len(mlps) > 1 else None
     return LayerWeights(mixers, mlps, post, read.get(layer.mlp_names.scalar))
 
 
 def of_slice(w: LayerWeights, layer: Layer, part: range) -> LayerWeights:
     """`w` whose matrices of experts are those of a slice alone."""
     assert layer.experts is not None
-    of = experts.Slice(part.start, part.stop, layer.experts.count)
+    of = Slice(part.start, part.stop, layer.experts.count)
     named = lambda mlp_: mlp_._replace(part=of) if isinstance(mlp_, experts.ExpertWeights) else mlp_
     return w._replace(mlps=tuple(map(named, w.mlps)))
 
@@ -71,11 +71,11 @@ def forward(
     p: Pass, w: LayerWeights, x: Tensor, out: Tensor, mixing: Mixing = (), passed: experts.Passed | None = None
 ) -> None:
     """Fills out (N, D) and every tensor of p.saved, given x (N, D). `passed`: of slices of experts (experts.py)."""
-    x, _ = _entered(p, x)
+    x, _ = norm(x, _entry(p, x))
     resid = p.saved.get("resid", out) if w.mixers else x
-    for i, (spec, mixer) in enumerate(zip(p.layer.mixers, w.mixers, strict=True)):
+    for i, mixer in enumerate(w.mixers):
         attend = mixing[i] if mixing else None
-        MODULES[type(spec)].forward(p, spec, mixer, x, resid, x if i == 0 else resid, attend)
+        _module(mixer).forward(p, mixer, x, resid, x if i == 0 else resid, attend)
     for tile in _tiles(p, w, x if p.layer.parallel else resid, passed) if w.mlps else ():
         _feed(tile, tile.of(out), tile.of(out if p.layer.parallel else resid))
     if w.scalar is not None:
@@ -92,7 +92,8 @@ def backward(
     passed: experts.Passed | None = None,
 ) -> None:
     """Fills dx (N, D) and adds to g, given dy (N, D); recomputes what is not in p.saved."""
-    raw, (x, stats) = x, _entered(p, x)
+    raw, entry = x, _entry(p, x)
+    x, stats = norm(x, entry)
     results: list[Any] = []  # of each mixer, which its backward takes and frees
     resid = x
     if w.mixers and w.mlps and not p.layer.parallel:
@@ -100,23 +101,27 @@ def backward(
     dy = dy if w.scalar is None else dy * w.scalar
     dresid = _mlps_backward(p, w, g, resid, dy, None if w.mixers else dx, passed) if w.mlps else dy
     del resid
-    for i, (spec, mixer, grad) in enumerate(zip(p.layer.mixers, w.mixers, g.mixers, strict=True)):
+    for i, (mixer, grad) in enumerate(zip(w.mixers, g.mixers, strict=True)):
         d_branch = dy if p.layer.parallel else dresid
-        MODULES[type(spec)].backward(p, spec, mixer, grad, x, d_branch, dx, dresid if i == 0 else dx, results)
+        _module(mixer).backward(p, mixer, grad, x, d_branch, dx, dresid if i == 0 else dx, results)
     if stats is not None:
-        ops.norm_bwd(dx[:, None], raw[:, None], bare_weight(x.shape[1], x), stats, ops.RMS, dx[:, None])
+        norm_backward(dx, raw, entry, stats, None, out=dx)
 
 
-def _entered(p: Pass, x: Tensor) -> tuple[Tensor, Stats | None]:
-    """(the layer's input, by a norm without weights if it has one, and the norm's statistics)."""
-    return norm(x, Norm(bare_weight(x.shape[1], x)), p.layer.eps) if p.layer.entry else (x, None)
+def _module(w: MixerWeights | MlpOrExperts) -> ModuleType:
+    return MODULES[type(w.spec)]
+
+
+def _entry(p: Pass, x: Tensor) -> Norm | None:
+    """The norm of the layer's input, if it has one."""
+    return bare_norm(x.shape[1], p.layer.eps, x) if p.layer.entry else None
 
 
 def _residual(p: Pass, w: LayerWeights, x: Tensor, results: list[Any]) -> Tensor:
     """The MLPs' input again; appends the result of each mixer."""
     resid = torch.empty_like(x)
-    for i, (spec, mixer) in enumerate(zip(p.layer.mixers, w.mixers, strict=True)):
-        results.append(MODULES[type(spec)].residual(p, spec, mixer, x, resid, x if i == 0 else resid))
+    for i, mixer in enumerate(w.mixers):
+        results.append(_module(mixer).residual(p, mixer, x, resid, x if i == 0 else resid))
     return resid
 
 
@@ -154,16 +159,16 @@ def _feed(t: Tile, out: Tensor, onto: Tensor) -> None:
     if t.w.post is not None:
         total = t.p.saved.get("mlp_branch")
         total = _sum_(t, torch.zeros_like(t.x) if total is None else total.zero_())
-        add_matmul(1.0, t.p.layer.post_eps, onto, total, t.w.post, out)
+        add_normed(t.w.post, 1.0, onto, total, out)
         return
-    for spec, mlp_ in zip(t.p.layer.mlps, t.w.mlps, strict=True):
-        MODULES[type(spec)].forward(t.p, spec, mlp_, t.x, out, onto, *t.passed)
+    for mlp_ in t.w.mlps:
+        _module(mlp_).forward(t.p, mlp_, t.x, out, onto, *t.passed)
 
 
 def _sum_(t: Tile, total_: Tensor) -> Tensor:
     """Adds what each of several MLPs makes of a tile."""
-    for i, (spec, mlp_) in enumerate(zip(t.p.layer.mlps, t.w.mlps, strict=True)):
-        MODULES[type(spec)].forward(_own_pass(t.p, i), spec, mlp_, t.x, total_, total_)
+    for i, mlp_ in enumerate(t.w.mlps):
+        _module(mlp_).forward(_own_pass(t.p, i), mlp_, t.x, total_, total_)
     return total_
 
 
@@ -191,16 +196,15 @@ def _mlps_backward(
 
 def _feed_backward(t: Tile, g: LayerWeights, dy: Tensor, dx: Tensor | None) -> Tensor:
     if t.w.post is None:
-        ((spec, mlp_, grad),) = zip(t.p.layer.mlps, t.w.mlps, g.mlps, strict=True)
-        d: Tensor = MODULES[type(spec)].backward(t.p, spec, mlp_, grad, t.x, dy, dx, dy, *t.passed)
+        ((mlp_, grad),) = zip(t.w.mlps, g.mlps, strict=True)
+        d: Tensor = _module(mlp_).backward(t.p, mlp_, grad, t.x, dy, dx, dy, *t.passed)
         return d
     total = t.p.saved.get("mlp_branch")
     if total is None:  # experts have counted their loads in forward
         again = t._replace(p=t.p._replace(rows=t.p.rows._replace(load=None)))
         total = _sum_(again, torch.zeros_like(t.x))
-    _, stats = norm(total, t.w.post, t.p.layer.post_eps)
-    d_total, d = norm_backward(dy, total, t.w.post, stats, g.post), dy
+    d_total, d = normed_backward(t.w.post, g.post, 1.0, dy, total), dy
     del total
-    for i, (spec, mlp_, grad) in enumerate(zip(t.p.layer.mlps, t.w.mlps, g.mlps, strict=True)):
-        d = MODULES[type(spec)].backward(_own_pass(t.p, i), spec, mlp_, grad, t.x, d_total, d if i else dx, d)
+    for i, (mlp_, grad) in enumerate(zip(t.w.mlps, g.mlps, strict=True)):
+        d = _module(mlp_).backward(_own_pass(t.p, i), mlp_, grad, t.x, d_total, d if i else dx, d)
     return d

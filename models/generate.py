@@ -249,12 +249,12 @@ class _States:
         self.memory = torch.zeros((n_prompts, spec.heads, spec.key_dim, spec.value_dim), device=device)
         self.before = torch.zeros((n_prompts, spec.taps - 1, spec.channels), dtype=dtype, device=device)
 
-    def recur(self, spec: Scan, w: scan.ScanWeights, parts: scan.ScanParts, rows: Rows) -> Tensor:
+    def recur(self, w: scan.ScanWeights, parts: scan.ScanParts, rows: Rows) -> Tensor:
         """In place of the recurrence of training (scan.Recur): first for packed prompts, then for one token each."""
         if len(parts.a) == len(self.memory):
-            return self._next(spec, w, parts)
-        a = scan.inputs(spec, w, parts, ops.conv_fwd(parts.channels, w.conv, w.conv_bias, rows.docs))
-        out = ops.scan_fwd(a.q, a.k, a.v, a.g, a.beta, rows.docs, spec.delta, w.skip, None, self.memory)
+            return self._next(w, parts)
+        a = scan.inputs(w, parts, ops.conv_fwd(parts.channels, w.conv, w.conv_bias, rows.docs))
+        out = ops.scan_fwd(a.q, a.k, a.v, a.g, a.beta, rows.docs, w.spec.delta, w.skip, None, self.memory)
         seen, end = self.before.shape[1], 0
         for i, length in enumerate(rows.docs.lengths):
             end += length
@@ -262,17 +262,17 @@ class _States:
             self.before[i, seen - n :] = parts.channels[end - n : end]
         return out.flatten(1)
 
-    def _next(self, spec: Scan, w: scan.ScanWeights, parts: scan.ScanParts) -> Tensor:
+    def _next(self, w: scan.ScanWeights, parts: scan.ScanParts) -> Tensor:
         """The outputs for one token of each prompt, (B, H e)."""
         seen = torch.cat([self.before, parts.channels[:, None]], 1)
         self.before.copy_(seen[:, 1:])
         summed = (seen.float() * w.conv.T.float()).sum(1)
         raw = silu(summed if w.conv_bias is None else summed + w.conv_bias.float()).to(seen.dtype)
-        a = scan.inputs(spec, w, parts, raw)
-        q, k = (t.float().repeat_interleave(spec.heads // t.shape[1], 1) for t in (a.q, a.k))
+        a = scan.inputs(w, parts, raw)
+        q, k = (t.float().repeat_interleave(w.spec.heads // t.shape[1], 1) for t in (a.q, a.k))
         self.memory.mul_(a.g.exp()[..., None, None])
         v = a.v.float()
-        new = v - torch.einsum("bhde,bhd->bhe", self.memory, k) if spec.delta else v
+        new = v - torch.einsum("bhde,bhd->bhe", self.memory, k) if w.spec.delta else v
         self.memory.add_(k[..., None] * (a.beta[..., None] * new)[:, :, None])
         y = torch.einsum("bhde,bhd->bhe", self.memory, q)
         return (y if w.skip is None else y + w.skip.float()[:, None] * v).to(seen.dtype).flatten(1)

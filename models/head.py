@@ -72,7 +72,7 @@ def head_weights(cfg: ModelConfig, views: dict[str, Tensor]) -> HeadWeights:
     """From the unit's tensors by Hugging Face name."""
     name = cfg.names.final_norm
     add_one = cfg.family.add_one and not cfg.family.plain_end
-    weights = Norm(views[f"{name}.weight"], views.get(f"{name}.bias"), add_one)
+    weights = Norm(views[f"{name}.weight"], cfg.eps, views.get(f"{name}.bias"), add_one)
     return HeadWeights(weights, None if cfg.tied else views[output_name(cfg)])
 
 
@@ -114,7 +114,7 @@ def rows_of_loss(cfg: ModelConfig, tokens: int, grad_itemsize: int) -> int:
 
 def final_norm(cfg: ModelConfig, w: HeadWeights, x: Tensor) -> tuple[Tensor, Stats | None]:
     """(normed x (N, D) times cfg.logit_scale, statistics for backward)."""
-    y, stats = norm(x, w.norm, cfg.eps)
+    y, stats = norm(x, w.norm)
     return y if cfg.logit_scale == 1.0 else y.mul_(cfg.logit_scale), stats
 
 
@@ -144,7 +144,7 @@ def head_loss(
     With a score head labels are classes, each at the one token of a document that is scored; losses are as in Scored.
     """
     if cfg.scores:
-        return _score_loss(cfg, w, x, labels, loss_rows, scale, g, dx, factors, correct_)
+        return _score_loss(w, x, labels, loss_rows, scale, g, dx, factors, correct_)
     y, stats = final_norm(cfg, w, x)
     out, taught = _trained_output(g), None
     if shares is not None:
@@ -193,7 +193,6 @@ def _of_labels(scores: Tensor, labels: Tensor) -> Scored:
 
 
 def _score_loss(
-    cfg: ModelConfig,
     w: HeadWeights,
     x: Tensor,
     labels: Tensor,
@@ -212,7 +211,7 @@ def _score_loss(
         dx.zero_()
     for rows in loss_rows.split(SCORE_ROWS) if len(loss_rows) else ():
         some, by = x[rows], torch.ones_like(rows, dtype=torch.float32) if factors is None else factors[rows]
-        y, stats = norm(some, w.norm, cfg.eps)
+        y, stats = norm(some, w.norm)
         scored = _of_labels(y.float() @ matrix.T, labels[rows])
         losses[rows] = scored.losses
         if correct_ is not None:

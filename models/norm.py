@@ -23,6 +23,7 @@ class Norm(NamedTuple):
     """A norm's weights, or their gradients."""
 
     weight: Tensor  # (D,)
+    eps: float
     bias: Tensor | None = None  # (D,) of a LayerNorm
     add_one: bool = False  # multiplies by 1 + weight
 
@@ -40,7 +41,7 @@ Stats = ops.NormStats
 
 
 def norm(
-    x: Tensor, w: Norm | None, eps: float, copy: Tensor | None = None, most_: Tensor | None = None
+    x: Tensor, w: Norm | None, copy: Tensor | None = None, most_: Tensor | None = None
 ) -> tuple[Tensor, Stats | None]:
     """(normed x (N, D), statistics), or (x, None) without a norm. Copies x to `copy`, if given.
 
@@ -49,21 +50,20 @@ def norm(
     if w is None:
         return x, None
     copy = None if copy is None or copy is x else copy[:, None]
-    y, stats = ops.norm_fwd(x[:, None], w.weight, eps, w.kind, w.bias, None, copy, most_)
+    y, stats = ops.norm_fwd(x[:, None], w.weight, w.eps, w.kind, w.bias, None, copy, most_)
     return y[:, 0], stats
 
 
-def bare_weight(width: int, like: Tensor) -> Tensor:
-    """The weight (width,) of a norm that has none, in fp32, or in fp64 as `like`."""
+def bare_norm(width: int, eps: float, like: Tensor) -> Norm:
+    """A norm that has no weights: ones (width,), fp32, or fp64 as `like`."""
     dtype = torch.float32 if like.dtype != torch.float64 else like.dtype
-    return torch.ones(width, dtype=dtype, device=like.device)
+    return Norm(torch.ones(width, dtype=dtype, device=like.device), eps)
 
 
 def norm_for(
     layer: Linear,
     x: Tensor,
     w: Norm | None,
-    eps: float,
     copy: Tensor | None = None,
     forward: bool = True,
     backward: bool = False,
@@ -74,9 +74,9 @@ def norm_for(
     for neither the result is not read.
     """
     if not layer.takes_codes or not (forward or backward):
-        return norm(x, w, eps, copy)
+        return norm(x, w, copy)
     most = None if w is None else ops.new_maxima(x)
-    y, stats = norm(x, w, eps, copy, most)
+    y, stats = norm(x, w, copy, most)
     return ops.quantize(y, forward, backward, most=most), stats
 
 
@@ -90,10 +90,10 @@ def norm_backward(
     out: Tensor | None = None,
 ) -> Tensor:
     """The gradient of x (N, D), plus dresidual (N, D), in `out` if given; adds those of the weights to g."""
-    if w is None or g is None or stats is None:
+    if w is None or stats is None:
         return dy if dresidual is None else torch.add(dy, dresidual, out=out)
     dx = torch.empty_like(x) if out is None else out
-    dweight, dbias = if_trained(g.weight), None if g.bias is None else if_trained(g.bias)
+    dweight, dbias = (None if t is None else if_trained(t) for t in ((g.weight, g.bias) if g else (None, None)))
     rows = None if dresidual is None else dresidual[:, None]
     into = dweight, dbias, None, None, rows
     ops.norm_bwd(dy[:, None], x[:, None], w.weight, stats, w.kind, dx[:, None], *into)
@@ -101,20 +101,14 @@ def norm_backward(
 
 
 def normed_linear_backward(
-    w: tuple[Norm | None, Linear],
-    g: tuple[Norm | None, Linear],
-    eps: float,
-    x: Tensor,
-    d: Upstream,
-    dy: Tensor,
-    dx: Tensor,
+    w: tuple[Norm | None, Linear], g: tuple[Norm | None, Linear], x: Tensor, d: Upstream, dy: Tensor, dx: Tensor
 ) -> None:
     """Fills dx (N, D): the gradient of x through a norm and the linear layer that reads it, plus dy. Adds to g.
 
     `d`: the gradient of the layer's output. The norm is computed again.
     """
     (before, layer), (g_before, g_layer) = w, g
-    y, stats = norm_for(layer, x, before, eps, forward=False, backward=trained(g_layer.weight))
+    y, stats = norm_for(layer, x, before, forward=False, backward=trained(g_layer.weight))
     add_gradients_(g_layer, layer, y, d)
     del y
     norm_backward(linear_backward(d, layer), x, before, stats, g_before, dy, dx)

@@ -35,11 +35,12 @@ class Reader:
         """The tensor of this name; None if there is none."""
         return self.views.get(name)
 
-    def norm(self, name: str) -> Norm | None:
-        """A norm; None if there is none of this name."""
+    def norm(self, name: str, eps: float = 0.0) -> Norm | None:
+        """A norm; None if there is none of this name. eps 0: the layer's."""
         if f"{name}.weight" not in self.views:
             return None
-        return Norm(self.views[f"{name}.weight"], self.get(f"{name}.bias"), self.layer.norm == "rms + 1")
+        weight, bias, add_one = self[f"{name}.weight"], self.get(f"{name}.bias"), self.layer.norm == "rms + 1"
+        return Norm(weight, eps or self.layer.eps, bias, add_one)
 
     def linear(self, *names: str, router: bool = False) -> Linear:
         """A linear layer, given the names of its matrices; a router's is never in fp8."""

@@ -45,11 +45,11 @@ class LatentGradients(NamedTuple):
 
 def weights(read: Reader, spec: Latent) -> LatentWeights:
     names = read.layer.mixer_names
-    before = read.norm(names.k_norm)
+    before = read.norm(names.k_norm, EPS)
     assert before is not None
     if not spec.q_rank:
         return LatentWeights(before, read.linear(names.kv_b))
-    return LatentWeights(before, read.linear(names.kv_b), read.norm(names.q_norm), read.linear(names.q_b))
+    return LatentWeights(before, read.linear(names.kv_b), read.norm(names.q_norm, EPS), read.linear(names.q_b))
 
 
 def rotate_made_(p: Pass, spec: Attention, qkv_: Tensor, inverse: bool = False) -> None:
@@ -67,11 +67,11 @@ def heads(p: Pass, spec: Attention, w: LatentWeights, qkv: Tensor) -> tuple[Tens
     n = latent_of(spec).nope
     q = first
     if w.q_b is not None:
-        q = linear(norm(first, w.q_norm, EPS)[0], w.q_b)
+        q = linear(norm(first, w.q_norm)[0], w.q_b)
     q = q.unflatten(1, (spec.heads, -1))
     if w.q_b is not None:
         _rotate_queries_(p, spec, q)
-    kv = linear(norm(latent, w.kv_norm, EPS)[0], w.kv_b).unflatten(1, (spec.heads, -1))
+    kv = linear(norm(latent, w.kv_norm)[0], w.kv_b).unflatten(1, (spec.heads, -1))
     k = q.new_empty(q.shape)
     k[..., :n] = kv[..., :n]
     k[..., n:] = shared[:, None]
@@ -127,7 +127,7 @@ def _latent_backward(
     x: Tensor, before: Norm | None, g_before: Norm | None, w: Linear, g: Linear, dy: Tensor, dx: Tensor
 ) -> None:
     """Fills dx (N, R), adds to g_before and g, given dy of norm(x) @ w."""
-    y, stats = norm(x, before, EPS)
+    y, stats = norm(x, before)
     d: Upstream = upstream(dy, w, g)
     add_gradients_(g, w, y, d)
     del y

@@ -26,19 +26,9 @@ import torch
 from torch import Tensor
 
 from trireme.kernels import ops
-from trireme.models.branch import add_branch, branch_backward, copies
+from trireme.models.branch import Branch, add_branch, branch, branch_backward
 from trireme.models.families.scans import Scan
-from trireme.models.layers import Layer
-from trireme.models.linear import (
-    Linear,
-    Upstream,
-    add_gradients_,
-    linear,
-    linear_backward,
-    or_scratch,
-    trained,
-    upstream,
-)
+from trireme.models.linear import Linear, add_gradients_, linear, linear_backward, or_scratch, trained, upstream
 from trireme.models.norm import Norm, Stats, norm_for, normed_linear_backward
 from trireme.models.reader import Reader
 from trireme.models.rows import Pass, Rows
@@ -49,15 +39,17 @@ EPS = 1e-6  # of the lengths of q and k
 class ScanWeights(NamedTuple):
     """Weights of the sub-layer, or their gradients: empty where a tensor is frozen."""
 
+    spec: Scan
     norm: Norm | None
     mixed: Linear  # (D, C + H e + n H)
-    o: Linear  # (H e, D)
+    o: Branch  # (H e, D)
     conv: Tensor  # (C, taps)
     decay: Tensor  # (H,), the logarithm
     step: Tensor  # (H,)
     gated: Tensor | None  # (e,), of the norm before the gate; (H e,) of that behind it; None without one
-    conv_bias: Tensor | None = None  # (C,)
-    skip: Tensor | None = None  # (H,)
+    conv_bias: Tensor | None  # (C,)
+    skip: Tensor | None  # (H,)
+    eps: float  # of that norm
 
 
 class ScanParts(NamedTuple):
@@ -90,52 +82,49 @@ class ScanResult(NamedTuple):
 
 
 # Convolution and recurrence of a pass: generation replaces those of training by its own, which have states.
-Recur = Callable[[Scan, ScanWeights, ScanParts, Rows], Tensor]
+Recur = Callable[[ScanWeights, ScanParts, Rows], Tensor]
 
 
-def weights(read: Reader, spec: Scan) -> ScanWeights:  # noqa: ARG001
-    names = read.layer.mixer_names
+def weights(read: Reader, spec: Scan) -> ScanWeights:
+    names, before = read.layer.mixer_names, read.norm(read.layer.mixer_names.norm)
+    o = branch(read, names.mixed_o, "", spec.factor, before)
     return ScanWeights(
-        read.norm(names.norm), read.linear(*names.mixed), read.linear(names.mixed_o), read[f"{names.conv}.weight"],
-        read[names.decay], read[names.step], read.get(f"{names.mixed_norm}.weight"), read.get(f"{names.conv}.bias"),
-        read.get(names.skip),
+        spec, before, read.linear(*names.mixed), o, read[f"{names.conv}.weight"], read[names.decay], read[names.step],
+        read.get(f"{names.mixed_norm}.weight"), read.get(f"{names.conv}.bias"), read.get(names.skip),
+        spec.eps or read.layer.eps,
     )  # fmt: skip
 
 
-def forward(
-    p: Pass, spec: Scan, w: ScanWeights, x: Tensor, out: Tensor, onto: Tensor, recur: Recur | None = None
-) -> None:
+def forward(p: Pass, w: ScanWeights, x: Tensor, out: Tensor, onto: Tensor, recur: Recur | None = None) -> None:
     """Fills out (N, D) with onto + the branch of x, and every tensor of p.saved; the others are temporaries.
 
     `out` may be x or `onto`.
     """
-    copy = out if onto is x and copies(w.norm, None, w.o) else None
-    mixed = _project(p.layer, spec, w, x, p.saved.get("mixed"), copy)
-    scanned = _scan(p, spec, w, mixed, p.saved.get("scan_out"), recur)
-    inner, _ = _gated(p.layer, spec, w, mixed, scanned)
+    mixed = _project(p, w, x, p.saved.get("mixed"), out if onto is x and w.o.copies else None)
+    scanned = _scan(p, w, mixed, p.saved.get("scan_out"), recur)
+    inner, _ = _gated(w, mixed, scanned)
     del mixed, scanned
-    add_branch(spec.factor, p.layer.eps, onto, inner, w.o, w.norm, None, out)
+    add_branch(w.o, onto, inner, out)
 
 
-def recall(p: Pass, spec: Scan, w: ScanWeights, x: Tensor) -> ScanResult:
+def recall(p: Pass, w: ScanWeights, x: Tensor) -> ScanResult:
     """The tensors of forward that backward needs, saved or recomputed."""
     saved = p.saved
-    mixed = saved["mixed"] if "mixed" in saved else _project(p.layer, spec, w, x)
-    return ScanResult(mixed, saved["scan_out"] if "scan_out" in saved else _scan(p, spec, w, mixed))
+    mixed = saved["mixed"] if "mixed" in saved else _project(p, w, x)
+    return ScanResult(mixed, saved["scan_out"] if "scan_out" in saved else _scan(p, w, mixed))
 
 
-def residual(p: Pass, spec: Scan, w: ScanWeights, x: Tensor, out: Tensor, onto: Tensor) -> ScanResult:
+def residual(p: Pass, w: ScanWeights, x: Tensor, out: Tensor, onto: Tensor) -> ScanResult:
     """Computes forward again: fills out (N, D), returns what backward needs."""
-    result = recall(p, spec, w, x)
-    if onto is x and copies(w.norm, None, w.o):
+    result = recall(p, w, x)
+    if onto is x and w.o.copies:
         out.copy_(x)
-    add_branch(spec.factor, p.layer.eps, onto, _gated(p.layer, spec, w, *result)[0], w.o, w.norm, None, out)
+    add_branch(w.o, onto, _gated(w, *result)[0], out)
     return result
 
 
 def backward(
     p: Pass,
-    spec: Scan,
     w: ScanWeights,
     g: ScanWeights,
     x: Tensor,
@@ -145,28 +134,29 @@ def backward(
     results: list[ScanResult],
 ) -> None:
     """Fills dx (N, D) with onto + the gradient of x, given dy (N, D), and adds to g. `results` as of attention."""
-    result = results.pop(0) if results else recall(p, spec, w, x)
-    d_mixed: Upstream = _backward_to_mixed(p, spec, w, g, result, dy)
+    result = results.pop(0) if results else recall(p, w, x)
+    d_mixed = _backward_to_mixed(p, w, g, result, dy)
     del result
-    d_mixed = upstream(d_mixed, w.mixed, g.mixed)
-    normed_linear_backward((w.norm, w.mixed), (g.norm, g.mixed), p.layer.eps, x, d_mixed, onto, dx)
+    d = upstream(d_mixed, w.mixed, g.mixed)
+    del d_mixed
+    normed_linear_backward((w.norm, w.mixed), (g.norm, g.mixed), x, d, onto, dx)
 
 
-def _backward_to_mixed(p: Pass, spec: Scan, w: ScanWeights, g: ScanWeights, result: ScanResult, dy: Tensor) -> Tensor:
+def _backward_to_mixed(p: Pass, w: ScanWeights, g: ScanWeights, result: ScanResult, dy: Tensor) -> Tensor:
     """The gradient of `mixed` (N, C + H e + n H), in the order in which files have its columns."""
-    layer, docs = p.layer, p.rows.docs
-    d_o = upstream(branch_backward(spec.factor, layer.eps, dy, dy, w.o, None, None, None), w.o, g.o)
-    inner, stats = _gated(layer, spec, w, *result)
-    add_gradients_(g.o, w.o, inner, d_o)
+    spec, docs = w.spec, p.rows.docs
+    d_o = upstream(branch_backward(w.o, g.o, dy), w.o.linear, g.o.linear)
+    inner, stats = _gated(w, *result)
+    add_gradients_(g.o.linear, w.o.linear, inner, d_o)
     del inner
-    d_inner = linear_backward(d_o, w.o)
+    d_inner = linear_backward(d_o, w.o.linear)
     del d_o
     d_mixed = torch.empty_like(result.mixed)
     parts, d_parts = split(spec, result.mixed), split(spec, d_mixed)
     d_inner = d_inner.view(parts.z.shape)
-    d_out = _gate_backward(spec, w, g, d_inner, result.out.view(parts.z.shape), stats, parts.z, d_parts.z)
+    d_out = _gate_backward(w, g, d_inner, result.out.view(parts.z.shape), stats, parts.z, d_parts.z)
     del d_inner
-    a = _inputs(p, spec, w, parts)
+    a = _inputs(p, w, parts)
     d_raw = torch.empty_like(a.raw)
     dq, dk, dv = _heads(spec, d_raw)
     d_out = d_out.view(a.v.shape)
@@ -174,7 +164,7 @@ def _backward_to_mixed(p: Pass, spec: Scan, w: ScanWeights, g: ScanWeights, resu
     del d_out
     if g.skip is not None and d_skip is not None and trained(g.skip):
         g.skip.add_(d_skip)
-    _numbers_backward(spec, w, g, parts, d_parts, a, dg, dbeta)
+    _numbers_backward(w, g, parts, d_parts, a, dg, dbeta)
     if spec.delta:
         _lengths_backward_(spec, a, dq, dk)
     d_bias = None if w.conv_bias is None or g.conv_bias is None else or_scratch(g.conv_bias, w.conv_bias)
@@ -182,20 +172,14 @@ def _backward_to_mixed(p: Pass, spec: Scan, w: ScanWeights, g: ScanWeights, resu
     ops.conv_bwd(d_raw, parts.channels, w.conv, w.conv_bias, docs, d_conv, d_bias, d_parts.channels)
     del a, dq, dk, dv, d_raw
     _scale_(spec, d_mixed)
-    return _in_file_order(layer, spec, d_mixed)
+    return _in_file_order(p, spec, d_mixed)
 
 
 def _gate_backward(
-    spec: Scan,
-    w: ScanWeights,
-    g: ScanWeights,
-    d_inner: Tensor,
-    scanned: Tensor,
-    stats: Stats | None,
-    z: Tensor,
-    dz: Tensor,
+    w: ScanWeights, g: ScanWeights, d_inner: Tensor, scanned: Tensor, stats: Stats | None, z: Tensor, dz: Tensor
 ) -> Tensor:
     """Gradient of the recurrence's result; fills dz."""
+    spec = w.spec
     if w.gated is None or g.gated is None or stats is None:
         d_inner, scanned, z, dz = (t.view(-1, spec.heads, spec.value_dim) for t in (d_inner, scanned, z, dz))
         return ops.gate_bwd(d_inner, scanned, z, dz, "silu")
@@ -206,7 +190,6 @@ def _gate_backward(
 
 
 def _numbers_backward(
-    spec: Scan,
     w: ScanWeights,
     g: ScanWeights,
     parts: ScanParts,
@@ -216,11 +199,11 @@ def _numbers_backward(
     dbeta: Tensor,
 ) -> None:
     """Fills the gradients of a and b in d_parts; adds those of decay and step to g."""
-    d_decay, d_step, limits = or_scratch(g.decay, w.decay), or_scratch(g.step, w.step), _limits(spec)
-    of_steps = None if spec.delta else dbeta
+    d_decay, d_step, limits = or_scratch(g.decay, w.decay), or_scratch(g.step, w.step), _limits(w.spec)
+    of_steps = None if w.spec.delta else dbeta
     d_parts.a.copy_(ops.decay_bwd(dg, of_steps, parts.a, w.decay, w.step, d_decay, d_step, *limits))
     if d_parts.b is not None:
-        d_parts.b.copy_(dbeta * a.beta * (1 - a.beta / spec.most))
+        d_parts.b.copy_(dbeta * a.beta * (1 - a.beta / w.spec.most))
 
 
 def _lengths_backward_(spec: Scan, a: ScanInputs, dq_: Tensor, dk_: Tensor) -> None:
@@ -247,18 +230,16 @@ def _scale_(spec: Scan, mixed_: Tensor) -> None:
         part.mul_(factor)
 
 
-def _project(
-    layer: Layer, spec: Scan, w: ScanWeights, x: Tensor, out: Tensor | None = None, copy: Tensor | None = None
-) -> Tensor:
+def _project(p: Pass, w: ScanWeights, x: Tensor, out: Tensor | None = None, copy: Tensor | None = None) -> Tensor:
     """Computes `mixed` with columns in the order of `split`, which files may not have; copies x to `copy`, if given."""
-    y, _ = norm_for(w.mixed, x, w.norm, layer.eps, copy)
-    if not layer.mixer_names.mixed_by_head:
+    y, _ = norm_for(w.mixed, x, w.norm, copy)
+    if not p.layer.mixer_names.mixed_by_head:
         mixed = linear(y, w.mixed, out, x.dtype)
-        _scale_(spec, mixed)
+        _scale_(w.spec, mixed)
         return mixed
     mixed = linear(y, w.mixed, dtype=x.dtype)
     del y
-    order = file_order(spec, x.device)
+    order = file_order(w.spec, x.device)
     return torch.index_select(mixed, 1, order, out=out) if out is not None else mixed.index_select(1, order)
 
 
@@ -273,8 +254,8 @@ def file_order(spec: Scan, device: torch.device) -> Tensor:
     return torch.cat([part.flatten() for part in (*parts, *numbers)]).to(device)
 
 
-def _in_file_order(layer: Layer, spec: Scan, d_mixed: Tensor) -> Tensor:
-    if not layer.mixer_names.mixed_by_head:
+def _in_file_order(p: Pass, spec: Scan, d_mixed: Tensor) -> Tensor:
+    if not p.layer.mixer_names.mixed_by_head:
         return d_mixed
     return d_mixed.index_select(1, torch.argsort(file_order(spec, d_mixed.device)))
 
@@ -296,8 +277,9 @@ def _lengths(spec: Scan, like: Tensor) -> tuple[Tensor, Tensor]:
     return ones / spec.key_dim, ones * spec.key_dim**-0.5
 
 
-def inputs(spec: Scan, w: ScanWeights, parts: ScanParts, raw: Tensor) -> ScanInputs:
+def inputs(w: ScanWeights, parts: ScanParts, raw: Tensor) -> ScanInputs:
     """The recurrence's inputs, given the convolution's result `raw` (N, C)."""
+    spec = w.spec
     q, k, v = _heads(spec, raw)
     g, steps = ops.decay_fwd(parts.a, w.decay, w.step, *_limits(spec))
     if parts.b is None:
@@ -318,29 +300,27 @@ def _by_group(spec: Scan, weight: Tensor) -> Tensor:
     return weight if spec.delta else weight.view(spec.key_heads, -1)
 
 
-def _inputs(p: Pass, spec: Scan, w: ScanWeights, parts: ScanParts) -> ScanInputs:
-    return inputs(spec, w, parts, ops.conv_fwd(parts.channels, w.conv, w.conv_bias, p.rows.docs))
+def _inputs(p: Pass, w: ScanWeights, parts: ScanParts) -> ScanInputs:
+    return inputs(w, parts, ops.conv_fwd(parts.channels, w.conv, w.conv_bias, p.rows.docs))
 
 
-def _scan(
-    p: Pass, spec: Scan, w: ScanWeights, mixed: Tensor, out: Tensor | None = None, recur: Recur | None = None
-) -> Tensor:
-    parts = split(spec, mixed)
+def _scan(p: Pass, w: ScanWeights, mixed: Tensor, out: Tensor | None = None, recur: Recur | None = None) -> Tensor:
+    spec, parts = w.spec, split(w.spec, mixed)
     if recur is not None:
-        return recur(spec, w, parts, p.rows)
-    a = _inputs(p, spec, w, parts)
+        return recur(w, parts, p.rows)
+    a = _inputs(p, w, parts)
     out = None if out is None else out.view(a.v.shape)
     return ops.scan_fwd(a.q, a.k, a.v, a.g, a.beta, p.rows.docs, spec.delta, w.skip, out).view(-1, spec.value_width)
 
 
-def _gated(layer: Layer, spec: Scan, w: ScanWeights, mixed: Tensor, scanned: Tensor) -> tuple[Tensor, Stats | None]:
+def _gated(w: ScanWeights, mixed: Tensor, scanned: Tensor) -> tuple[Tensor, Stats | None]:
     """(what the output projection reads, (N, H e), statistics of its norm)."""
-    z = split(spec, mixed).z
+    spec, z = w.spec, split(w.spec, mixed).z
     if w.gated is None:
         x, z = (t.view(-1, spec.heads, spec.value_dim) for t in (scanned, z))
         return ops.gate_fwd(x, z, "silu").view(scanned.shape), None
-    weight, eps = _by_group(spec, w.gated), spec.eps or layer.eps
-    y, stats = ops.norm_fwd(scanned.view(z.shape), weight, eps, _gated_kind(spec), gate=z)
+    weight, kind = _by_group(spec, w.gated), _gated_kind(spec)
+    y, stats = ops.norm_fwd(scanned.view(z.shape), weight, w.eps, kind, gate=z)
     return y.view(scanned.shape), stats
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from trireme.kernels import ops
-from trireme.models.branch import add_branch, branch_backward, copies
+from trireme.models.branch import Branch, add_branch, branch, branch_backward
 from trireme.models.layers import Mlp
 from trireme.models.linear import (
     Gradient,
@@ -43,66 +43,57 @@ from trireme.models.sizes.groups import up_name
 class MlpWeights(NamedTuple):
     """Weights of the sub-layer, or their gradients: empty where a tensor is frozen."""
 
+    spec: Mlp
     norm: Norm | None
     up: Linear  # (D, 2F), gate first, or (D, F)
-    down: Linear  # (F, D)
-    post: Norm | None = None
+    down: Branch  # (F, D)
     gelu_bias: Tensor | None = None  # (F,): bias of fc, added by the activation's kernel
     gate: Tensor | None = None  # (1, D) of a shared expert
 
 
 def weights(read: Reader, spec: Mlp) -> MlpWeights:
-    names = read.layer.mlp_names
-    first, second = read.linear(*names.up), read.linear(names.down)
+    names, first = read.layer.mlp_names, read.linear(*read.layer.mlp_names.up)
     if spec.shared:
-        return MlpWeights(None, first, second, gate=read.get(f"{names.shared_gate}.weight"))
-    norm, post = read.norm(names.norm), read.norm(names.post_mlp or names.post)
+        down = branch(read, names.down, "", spec.factor, None)
+        return MlpWeights(spec, None, first, down, gate=read.get(f"{names.shared_gate}.weight"))
+    norm = read.norm(names.norm)
+    down = branch(read, names.down, names.post_mlp or names.post, spec.factor, norm)
     if spec.first_bias or not spec.bias:
-        return MlpWeights(norm, first, second, post)
-    return MlpWeights(norm, first._replace(bias=None), second, post, gelu_bias=first.bias)
+        return MlpWeights(spec, norm, first, down)
+    return MlpWeights(spec, norm, first._replace(bias=None), down, gelu_bias=first.bias)
 
 
-def forward(p: Pass, spec: Mlp, w: MlpWeights, x: Tensor, out: Tensor, onto: Tensor) -> None:
+def forward(p: Pass, w: MlpWeights, x: Tensor, out: Tensor, onto: Tensor) -> None:
     """Fills out (N, D) with onto + the branch of x, and every tensor of p.saved; the others are temporaries.
 
     `out` may be x or `onto`.
     """
-    copy = out if onto is x and copies(w.norm, w.post, w.down) else None
-    y, _ = norm_for(w.up, x, w.norm, p.layer.eps, copy)
-    up = _project(spec, w, y, p.saved.get(up_name(spec)), x.dtype)
+    y, _ = norm_for(w.up, x, w.norm, out if onto is x and w.down.copies else None)
+    up = _project(w, y, p.saved.get(up_name(w.spec)), x.dtype)
     del y
-    act = _activation(spec, up, w)
+    act = _activation(w, up)
     del up
-    if spec.shared:
-        ops.combine(linear(act, w.down, dtype=x.dtype), _order(x), 1, _shares(spec, w, x), onto, out)
+    if w.spec.shared:
+        ops.combine(linear(act, w.down.linear, dtype=x.dtype), _order(x), 1, _shares(w, x), onto, out)
         return
-    add_branch(spec.factor, p.layer.post_eps, onto, act, w.down, w.norm, w.post, out, p.saved.get("mlp_branch"))
+    add_branch(w.down, onto, act, out, p.saved.get("mlp_branch"))
 
 
-def backward(
-    p: Pass,
-    spec: Mlp,
-    w: MlpWeights,
-    g: MlpWeights,
-    x: Tensor,
-    dy: Tensor,
-    dx: Tensor | None,
-    onto: Tensor,
-) -> Tensor:
+def backward(p: Pass, w: MlpWeights, g: MlpWeights, x: Tensor, dy: Tensor, dx: Tensor | None, onto: Tensor) -> Tensor:
     """onto + the gradient of x (N, D), in `dx` if given; adds to g, given dy (N, D). Recomputes what is not in p.saved.
 
     A saved gate_up, fc or shared_up is overwritten by its gradient, and so is `onto` by that of a shared expert's gate.
     """
-    saved = p.saved
-    again = up_name(spec) not in saved
-    y, stats = norm_for(w.up, x, w.norm, p.layer.eps, forward=again, backward=trained(g.up.weight))
-    up = _project(spec, w, y, None, x.dtype) if again else saved[up_name(spec)]
+    name, down = up_name(w.spec), w.down.linear
+    again = name not in p.saved
+    y, stats = norm_for(w.up, x, w.norm, forward=again, backward=trained(g.up.weight))
+    up = _project(w, y, None, x.dtype) if again else p.saved[name]
     y = columns_alone(y)
-    shares = _shares(spec, w, x) if spec.shared else None
-    d_down = upstream(_branch_backward(p, spec, w, g, dy, up), w.down, g.down)
-    dup, act, d_shares = _activation_backward(spec, linear_backward(d_down, w.down), up, w, g, shares)
+    shares = _shares(w, x) if w.spec.shared else None
+    d_down = upstream(_branch_backward(p, w, g, dy, up), down, g.down.linear)
+    dup, act, d_shares = _activation_backward(w, g, linear_backward(d_down, down), up, shares)
     del up
-    add_gradients_(g.down, w.down, act, d_down)
+    add_gradients_(g.down.linear, down, act, d_down)
     del act, d_down
     d_up = upstream(dup, w.up, g.up)
     del dup
@@ -115,10 +106,10 @@ def backward(
     return norm_backward(d_norm, x, w.norm, stats, g.norm, onto, dx)
 
 
-def _shares(spec: Mlp, w: MlpWeights, x: Tensor) -> Tensor:
+def _shares(w: MlpWeights, x: Tensor) -> Tensor:
     """What a shared expert's result is multiplied by, of each token, (N, 1) fp32."""
     if w.gate is None:
-        return torch.full((len(x), 1), spec.factor, dtype=torch.float32, device=x.device)
+        return torch.full((len(x), 1), w.down.factor, dtype=torch.float32, device=x.device)
     return torch.sigmoid(torch.mm(x, w.gate.T).float())
 
 
@@ -142,9 +133,9 @@ def _act(spec: Mlp) -> ops.Act:
     return ops.Act(spec.act, spec.gated, 0.0)
 
 
-def _project(spec: Mlp, w: MlpWeights, y: Operand, out: Tensor | None, dtype: torch.dtype) -> Tensor:
+def _project(w: MlpWeights, y: Operand, out: Tensor | None, dtype: torch.dtype) -> Tensor:
     up = linear(y, w.up, out, dtype)
-    _scale_gate_(spec, up)
+    _scale_gate_(w.spec, up)
     return up
 
 
@@ -153,32 +144,32 @@ def _scale_gate_(spec: Mlp, up_: Tensor) -> None:
         up_[:, : spec.width].mul_(spec.gate_scale)
 
 
-def _branch_backward(p: Pass, spec: Mlp, w: MlpWeights, g: MlpWeights, dy: Tensor, up: Tensor) -> Tensor:
-    if spec.shared:
+def _branch_backward(p: Pass, w: MlpWeights, g: MlpWeights, dy: Tensor, up: Tensor) -> Tensor:
+    if w.spec.shared:
         return dy
     matmul = p.saved.get("mlp_branch")
-    again = w.post is not None and matmul is None
-    act: Operand = _activation(spec, up, w) if again else up  # unread unless recomputing
-    return branch_backward(spec.factor, p.layer.post_eps, dy, act, w.down, w.post, g.post, matmul)
+    act = _activation(w, up) if w.down.norm is not None and matmul is None else None
+    return branch_backward(w.down, g.down, dy, act, matmul)
 
 
-def _activation(spec: Mlp, up: Tensor, w: MlpWeights) -> Operand:
-    if spec.gated and w.down.takes_codes:
-        act = ops.act_fwd(up, _act(spec), most_=(most := ops.new_maxima(up)))
+def _activation(w: MlpWeights, up: Tensor) -> Operand:
+    if w.spec.gated and w.down.linear.takes_codes:
+        act = ops.act_fwd(up, _act(w.spec), most_=(most := ops.new_maxima(up)))
         return ops.quantize(act, most=most)
-    return ops.act_fwd(up, _act(spec), w.gelu_bias)
+    return ops.act_fwd(up, _act(w.spec), w.gelu_bias)
 
 
 def _activation_backward(
-    spec: Mlp, d_act: Tensor, up: Tensor, w: MlpWeights, g: MlpWeights, shares: Tensor | None
+    w: MlpWeights, g: MlpWeights, d_act: Tensor, up: Tensor, shares: Tensor | None
 ) -> tuple[Upstream, Operand, Tensor | None]:
     """(gradient of the first layer's result, the activation that `down` reads), in the memory of `up` and d_act.
 
     And the gradient of a shared expert's shares, by which that activation is multiplied.
     """
+    spec = w.spec
     plain = w.up.bias is None and spec.gate_scale == 1.0 and shares is None
-    if spec.gated and w.down.takes_codes and w.up.takes_codes and plain:
-        columns = trained(g.up.weight) or trained(g.down.weight)
+    if spec.gated and w.down.linear.takes_codes and w.up.takes_codes and plain:
+        columns = trained(g.up.weight) or trained(g.down.linear.weight)
         codes, act = ops.act_codes_bwd(d_act, up, _act(spec), columns)
         return Gradient(codes, d_act.dtype), act, None
     dbias = None if w.gelu_bias is None or g.gelu_bias is None else or_scratch(g.gelu_bias, w.gelu_bias)

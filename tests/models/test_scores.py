@@ -88,9 +88,9 @@ def test_gradients_are_those_of_autograd(labels, trained):
     classes[rows] = torch.randint(0, labels, (len(rows),))
     g = [torch.zeros(16), torch.zeros(labels, 16) if trained else torch.empty(0, 0)]
     dx, correct = torch.full_like(x, float("nan")), torch.zeros(1, dtype=torch.float64)
-    w = head.HeadWeights(Norm(weight), w_out)
+    w = head.HeadWeights(Norm(weight, cfg.eps), w_out)
     given = cfg, w, x, classes, rows, 0.5
-    more = head.HeadWeights(Norm(g[0]), g[1]), dx, factors
+    more = head.HeadWeights(Norm(g[0], cfg.eps), g[1]), dx, factors
     losses = head.head_loss(*given, *more, correct_=correct)
     wide = [t.double().requires_grad_() for t in (x, weight, w_out)]
     normed = wide[0] * torch.rsqrt(wide[0].pow(2).mean(1, keepdim=True) + cfg.eps) * wide[1]

@@ -21,11 +21,11 @@ from trireme.kernels import ops
 from trireme.models import model
 from trireme.models.config import FP8, Lora, ModelConfig
 from trireme.models.families.packing import INT4_ZEROS, MXFP4, NF4, NVFP4
+from trireme.models.mlps.grouped import Grouped, Sliced, grouped_backward, grouped_linear
 from trireme.models.packed import DTYPE, decode
 from trireme.models.rows import make_rows, rope_tables
 from trireme.models.sizes import measure
 from trireme.models.sizes.narrow import may_be_sliced
-from trireme.models.sliced import Sliced, grouped_mm
 
 PACKINGS = {"mxfp4": MXFP4, "fp8": replace(FP8, block=(24, 20)), "nf4": NF4, "nvfp4": NVFP4,
             "int4": INT4_ZEROS}  # fmt: skip
@@ -69,8 +69,8 @@ def check(name, back, biased, sizes, device="cpu"):
     bias = torch.randn(E, F, device=device).bfloat16() if biased and not back else None
     expected = ops.grouped_mm(x, whole if back else whole.mT, order, 0 if back else k, None, bias)
     for at_once in (1, 2, E - 1, E, E + 3):
-        sliced = Sliced(packing, parts, (F, D), True, at_once)
-        found = grouped_mm(x, sliced, order, 0 if back else k, None, bias, back)
+        w = Grouped(Sliced(packing, parts, (F, D), True, at_once), bias, None)
+        found = grouped_backward(x, w, order)[0] if back else grouped_linear(x, w, order, k)
         assert torch.equal(found, expected), at_once
 
 
