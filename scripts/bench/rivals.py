@@ -106,7 +106,9 @@ def unsloth_model(cfg, a):
     )
     layers = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     options = dict(r=a.lora, lora_alpha=2 * a.lora, lora_dropout=0, bias="none", target_modules=layers)
-    return FastLanguageModel.get_peft_model(model, **options, use_gradient_checkpointing="unsloth", random_state=0)
+    model = FastLanguageModel.get_peft_model(model, **options, use_gradient_checkpointing="unsloth", random_state=0)
+    FastLanguageModel.for_training(model)  # as its trainer does: loaded for inference, blocks store what they compute
+    return model
 
 
 def torch_rival(model, a):
