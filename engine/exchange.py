@@ -15,7 +15,7 @@ from torch import Tensor
 from trireme.engine.between import Reader, writing
 from trireme.engine.placement import Entry, Placement, Progress, silent
 from trireme.kernels.fp8 import reference as fp8
-from trireme.kernels.reference import join_master, split_master
+from trireme.kernels.optimizer.reference import join_master, split_master
 from trireme.models import hf
 from trireme.models.config import InputError, ModelConfig, Packing
 from trireme.models.lora import initial

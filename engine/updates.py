@@ -24,7 +24,7 @@ from trireme.engine.queues.names import numbered
 from trireme.engine.queues.task import Kind, Task
 from trireme.engine.weights import WeightStream
 from trireme.kernels import ops
-from trireme.kernels.host_adamw import Workers
+from trireme.kernels.optimizer.host_adamw import Workers
 from trireme.storage.layout import ITEMSIZE
 
 KIND: dict[Part, Kind] = {"all": "adamw", "weights": "adamw weights", "moments": "adamw moments"}
@@ -73,8 +73,7 @@ class Kernels:
         on_cuda = on_gpu and self.on_cuda
         if self.workers is None:
             return lambda *_: None  # of a simulation
-        narrow = {32: self.workers.adamw_, 16: self.workers.adamw16_, 8: self.workers.adamw8_}
-        kernel: Callable[..., None] = ops.adamw_ if on_cuda else narrow[self.plan.adam_bits]
+        kernel: Callable[..., None] = ops.adamw_ if on_cuda else self.workers.adamw_
         clip = self.clip[self.plan.units[u].gpu] if on_cuda else self.clip_in_ram
 
         def adamw(w: Tensor, state: Mapping[str, Tensor], grad: Tensor) -> None:

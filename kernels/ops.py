@@ -23,8 +23,10 @@ from trireme.kernels.fp8.reference import Quantized, new_maxima  # noqa: F401
 from trireme.kernels.loss import reference as loss
 from trireme.kernels.loss.reference import Taught  # noqa: F401
 from trireme.kernels.observers import observers
+from trireme.kernels.optimizer import reference as optimizer
+from trireme.kernels.optimizer.reference import split_master  # noqa: F401
 from trireme.kernels.packed import reference as packed
-from trireme.kernels.reference import RMS, Act, NormKind, NormStats, join_master, rope_table, soft_cap, split_master  # noqa: F401
+from trireme.kernels.reference import RMS, Act, NormKind, NormStats, rope_table, soft_cap  # noqa: F401
 from trireme.kernels.scan import reference as scan
 from trireme.kernels.scan.reference import decay_bwd, decay_fwd  # noqa: F401
 
@@ -96,5 +98,5 @@ turn = _op(fp8.turn, "fp8.quantize")
 act_codes_bwd = _op(fp8.act_codes_bwd, "fp8.gated")
 fp8_matmul = _op(fp8.fp8_matmul, "fp8.matmuls")
 fp8_add_ = _op(fp8.fp8_add_, "fp8.matmuls")
-grad_finish = _op(reference.grad_finish, "adamw")
-adamw_ = _op(reference.adamw_, "adamw")
+grad_finish = _op(optimizer.grad_finish, "optimizer.adamw")
+adamw_ = _op(optimizer.adamw_, "optimizer.adamw")

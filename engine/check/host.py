@@ -13,7 +13,7 @@ from trireme.engine.check.row import Row, versions
 from trireme.engine.planner.host import available_ram
 from trireme.engine.planner.rates import CORE_ADAM, GB
 from trireme.engine.queues.cgroups import cores, update_threads
-from trireme.kernels.host_adamw import why_slow
+from trireme.kernels.optimizer.host_adamw import why_slow
 
 LITTLE_RAM = 16 << 30
 MANY = 6  # cores, which together ask for all that RAM gives

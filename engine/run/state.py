@@ -40,7 +40,7 @@ from trireme.engine.tuning.cached import Cached
 from trireme.engine.tuning.merging import merge_adapter
 from trireme.engine.tuning.peft_config import CONFIG
 from trireme.engine.updates import AdamW
-from trireme.kernels import host_adamw
+from trireme.kernels.optimizer import host_adamw
 from trireme.models.config import InputError
 from trireme.storage import folders
 from trireme.storage.auxiliary import TEMPLATE

@@ -18,7 +18,7 @@ from trireme.engine.placement import Entry
 from trireme.engine.plan import UnitPlan
 from trireme.engine.queues.real import RealQueues
 from trireme.kernels.fp8.reference import quantize
-from trireme.kernels.reference import split_master
+from trireme.kernels.optimizer.reference import split_master
 from trireme.models import hf
 from trireme.models.config import InputError, read_config
 from trireme.models.sizes import narrow, shapes

@@ -29,7 +29,7 @@ from triton.experimental.gluon._runtime import GluonASTSource
 from triton.language import target_info
 from triton.runtime import jit
 
-from trireme.kernels import activations, adamw, column_sum, embedding, launch, norms, rope
+from trireme.kernels import activations, column_sum, embedding, launch, norms, rope
 from trireme.kernels.attention import attention, gate, sinks
 from trireme.kernels.attention.docs import make_docs
 from trireme.kernels.experts import gradients, matmuls, order, routing, rows
@@ -39,6 +39,7 @@ from trireme.kernels.fp8.quantize import quantize, quantize_experts, quantize_ro
 from trireme.kernels.fp8.reference import new_maxima
 from trireme.kernels.loss.loss import linear_cross_entropy
 from trireme.kernels.loss.reference import Taught
+from trireme.kernels.optimizer import adamw
 from trireme.kernels.packed import e4m3, fp4, int4, nf4, rounding
 from trireme.kernels.packed.reference import Adapters
 from trireme.kernels.reference import RMS, Act, NormKind

@@ -19,7 +19,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trireme.kernels import host_adamw, moments, reference
+from trireme.kernels.optimizer import host_adamw, moments, reference
 
 BF16, F32 = torch.bfloat16, torch.float32
 HYPER = dict(lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.1)
@@ -151,14 +151,9 @@ def test_an_update_that_is_not_finite_has_the_bits_of_the_reference(width):
     moment = {4: lambda: torch.zeros(260), 2: lambda: torch.zeros(260, dtype=BF16)}.get(width)
     codes = lambda: (torch.zeros(260, dtype=torch.uint8), torch.zeros(2, dtype=torch.int16))
     made = (moment(), moment()) if moment else (*codes(), *codes())
-    run, oracle = {
-        4: (host_adamw.adamw_, reference.adamw_),
-        2: (host_adamw.adamw16_, moments.adamw16_),
-        1: (host_adamw.adamw8_, moments.adamw8_),
-    }[width]
     given = dict(HYPER, n_decay=0, step=2) | ({} if width == 4 else dict(seed=3))
     runs = []
-    for update in (run, oracle):
+    for update in (host_adamw.adamw_, moments.adamw_):
         tensors = copies((w, lo, *made))
         update(*tensors, grad, torch.ones(1), **given)
         assert tensors[0][grad.isnan()].isnan().all()
@@ -208,9 +203,6 @@ def narrow(tensors, width):
     return w, lo, *m8, *v8, grad
 
 
-NARROW = {2: (host_adamw.adamw16_, moments.adamw16_), 1: (host_adamw.adamw8_, moments.adamw8_)}
-
-
 @settings(max_examples=60, deadline=None)
 @given(
     width=st.sampled_from([1, 2]),
@@ -226,8 +218,7 @@ NARROW = {2: (host_adamw.adamw16_, moments.adamw16_), 1: (host_adamw.adamw8_, mo
 )
 def test_narrow_bits_equal_reference(width, n, split, grad_dtype, decay, shift, step, grad_scale, first, seed):
     tensors = narrow(state(n, split, grad_dtype, seed, grad_scale, shift), width)
-    run, oracle = NARROW[width]
-    both(run, tensors, oracle=oracle, n_decay=round(decay * n), step=step, seed=seed, first=first)
+    both(host_adamw.adamw_, tensors, oracle=moments.adamw_, n_decay=round(decay * n), step=step, seed=seed, first=first)
 
 
 @pytest.mark.parametrize("width", [1, 2])
@@ -235,8 +226,7 @@ def test_narrow_across_records_and_threads(width):
     n = 2 * host_adamw.RECORD + 777
     tensors = narrow(state(n, True, BF16), width)
     with host_adamw.Workers(3) as workers:
-        run = workers.adamw8_ if width == 1 else workers.adamw16_
-        both(run, tensors, oracle=NARROW[width][1], n_decay=host_adamw.RECORD + 5, seed=1)
+        both(workers.adamw_, tensors, oracle=moments.adamw_, n_decay=host_adamw.RECORD + 5, seed=1)
 
 
 @pytest.mark.parametrize("width", [1, 2])
@@ -245,7 +235,7 @@ def test_narrow_unit_may_be_cut(width):
     n, at = 2048, 1024
     tensors = narrow(state(n, True, BF16), width)
     whole, parts = copies(tensors), copies(tensors)
-    run, hyper = NARROW[width][0], dict(HYPER, step=3, seed=9)
+    run, hyper = host_adamw.adamw_, dict(HYPER, step=3, seed=9)
     run(*whole, torch.ones(1), n_decay=1500, **hyper)
     cut = lambda t, piece: t.unflatten(0, (2, -1))[piece]
     for piece, n_decay in ((0, 1024), (1, 476)):
@@ -515,9 +505,9 @@ def test_without_a_compiler_the_bits_are_the_same_and_the_reason_is_known(fresh,
     for part in ("c++", "cannot", "CXX") if broken else ("c++", "g++"):
         assert part in module.why_slow()
     both(module.adamw_, state(RECORD + 5, True, BF16), n_decay=RECORD + 2)
-    for width, (run, oracle) in NARROW.items():
+    for width in (1, 2):
         tensors = narrow(state(RECORD + 300, True, BF16), width)
-        both(getattr(module, run.__name__), tensors, oracle=oracle, n_decay=RECORD + 2, seed=4, first=256)
+        both(module.adamw_, tensors, oracle=moments.adamw_, n_decay=RECORD + 2, seed=4, first=256)
     with module.Workers(2) as workers:
         tensors = state(70_000, False, F32)
         both(workers.adamw_, tensors)

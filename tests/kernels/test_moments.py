@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trireme.kernels import host_adamw, moments
+from trireme.kernels.optimizer import host_adamw, moments
 
 pytestmark = [pytest.mark.grid, pytest.mark.turns]
 
@@ -18,13 +18,11 @@ def noise(n, value=1 << 15):
 
 
 def state(n, width):
-    """Zero moments of `width` bytes as adamw_, adamw16_ and adamw8_ take them, and the function itself."""
+    """Zero moments of `width` bytes as adamw_ takes them."""
     if width == 1:
         codes = lambda: (torch.zeros(n, dtype=torch.uint8), torch.zeros(-(-n // 256), dtype=torch.int16))
-        return (*codes(), *codes()), host_adamw.adamw8_
-    dtype = {2: torch.bfloat16, 4: torch.float32}[width]
-    run = {2: host_adamw.adamw16_, 4: host_adamw.adamw_}[width]
-    return (torch.zeros(n, dtype=dtype), torch.zeros(n, dtype=dtype)), run
+        return (*codes(), *codes())
+    return torch.zeros(n, dtype=torch.bfloat16), torch.zeros(n, dtype=torch.bfloat16)
 
 
 # ---------------------------------------------------------------- the formats
@@ -83,7 +81,7 @@ def test_rounding_keeps_the_mean(width):
 def test_v_falls_when_gradients_stop(width):
     """1,000 steps of beta2 = 0.999 without a gradient leave 37 % of v. Rounded to nearest, v would not move at all."""
     n = 4096
-    tensors, run = state(n, width)
+    tensors, run = state(n, width), host_adamw.adamw_
     hyper = dict(HYPER, beta2=0.999, eps=1e-8, seed=1)
     w, grad, one = torch.zeros(n), torch.ones(n), torch.ones(1)
     run(w, None, *tensors, grad, one, step=1, **hyper)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from kernel_checks import DEVICES, framed
 
-from trireme.kernels import adamw, reference
+from trireme.kernels.optimizer import adamw, reference
 
 pytestmark = [pytest.mark.grid, pytest.mark.turns]
 

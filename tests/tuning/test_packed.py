@@ -22,7 +22,7 @@ from trireme.engine.tuning.chosen import adapted, chosen
 from trireme.engine.tuning.merging import merge_adapter
 from trireme.engine.tuning.packed_source import as_said, unpacked
 from trireme.engine.tuning.parts import as_stored, open_checkpoint
-from trireme.kernels.reference import split_master
+from trireme.kernels.optimizer.reference import split_master
 from trireme.models.config import InputError, Lora, read_config
 from trireme.storage.devices import open_device
 from trireme.storage.headers import CheckpointError

@@ -15,8 +15,8 @@ from trireme.engine.planner.probe.compute import copy_rate, timed
 from trireme.engine.planner.probe.copies import LOTS, PHASE, bus_rates, trial_sizes
 from trireme.engine.planner.probe.starts import BOOKS, block_seconds, launch_seconds, start_seconds, task_seconds
 from trireme.engine.queues.cgroups import update_threads
-from trireme.kernels.host_adamw import Workers
-from trireme.kernels.moments import BLOCK
+from trireme.kernels.optimizer.host_adamw import Workers
+from trireme.kernels.optimizer.moments import BLOCK
 
 NARROW = 3  # turns of updates with 8-bit moments, the fastest counts: 5 to 12 G parameters/s in four turns of an hour
 
@@ -53,9 +53,8 @@ def _update(workers: Workers, dtype: str, n: int, lots: int = 1, bits: int = 32)
         floors = torch.zeros(2, lots, -(-n // BLOCK), dtype=torch.int16)
         moments = [moments[0], floors[0], moments[1], floors[1]]
     hyper: dict[str, Any] = dict(lr=1e-4, beta1=0.9, beta2=0.95, eps=1e-8, weight_decay=0.0, n_decay=0, step=1)
-    run, options = (workers.adamw8_, {"seed": 0}) if bits == 8 else (workers.adamw_, {})
     lot, clip = cycle(zip(w, lo, *moments, grad, strict=True)), torch.ones(1)
-    return lambda: run(*next(lot), clip, **hyper, **options)
+    return lambda: workers.adamw_(*next(lot), clip, **hyper)
 
 
 def _calls(work: Callable[[], object]) -> float:

@@ -14,20 +14,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from trireme.kernels import reference
+from trireme.kernels.optimizer import reference
+from trireme.kernels.reference import hash32
 
 BLOCK = 256  # elements by floor
 M_CODES, V_CODES = 127, 255  # largest codes: m has a sign
+SIGNED = True, False  # m, v
 _SHIFT = 20  # keeps 3 of fp32's 23 fraction bits
-_WORD = 0xFFFFFFFF
-
-
-def hash32(x):
-    """Wellons' lowbias32 of an integer or int64 tensor."""
-    x = x & _WORD
-    x = ((x ^ (x >> 16)) * 0x7FEB352D) & _WORD
-    x = ((x ^ (x >> 15)) * 0x846CA68B) & _WORD
-    return x ^ (x >> 16)
 
 
 def noise_key(seed: int, step: int) -> int:
@@ -78,43 +71,21 @@ def encode8(x: Tensor, noise: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
     return code.to(torch.uint8), floor.to(torch.int16)
 
 
-def adamw16_(
-    w_: Tensor, lo_: Tensor | None, m_: Tensor, v_: Tensor, grad: Tensor, clip: Tensor, *, step, seed, first=0, **hyper
-) -> None:
-    """reference.adamw_ with bf16 m_ and v_ (n,).
+def adamw_(w_: Tensor, lo_: Tensor | None, *tensors: Tensor, step: int, seed: int = 0, first: int = 0, **hyper) -> None:
+    """reference.adamw_ with moments of any format.
 
-    A unit may be updated in parts: `first` is the index in the unit of the tensors' first element.
+    tensors: m_ and v_, fp32 or bf16 (n,), or uint8 (n,), each before its int16 floors (blocks,), all zero at first;
+    then the gradient and clip. A unit may be updated in parts: `first` is the index in the unit of the tensors' first
+    element, a multiple of 256 where there are floors.
     """
-    m, v = m_.float(), v_.float()
+    *stored, grad, clip = tensors
+    halves = stored[: len(stored) // 2], stored[len(stored) // 2 :]
+    m, v = (decode8(t[0], t[1], s) if len(t) == 2 else t[0].float() for t, s in zip(halves, SIGNED, strict=True))
     reference.adamw_(w_, lo_, m, v, grad, clip, step=step, **hyper)
-    m_noise, v_noise = _noise(m, noise_key(seed, step), first)
-    m_.copy_(round_bf16(m, m_noise))
-    v_.copy_(round_bf16(v, v_noise))
-
-
-def adamw8_(
-    w_: Tensor,
-    lo_: Tensor | None,
-    m_: Tensor,
-    m_floor_: Tensor,
-    v_: Tensor,
-    v_floor_: Tensor,
-    grad: Tensor,
-    clip: Tensor,
-    *,
-    step: int,
-    seed: int,
-    first: int = 0,
-    **hyper,
-) -> None:
-    """reference.adamw_ with uint8 m_ and v_ (n,), int16 m_floor_ and v_floor_ (blocks,), all zero at first.
-
-    A unit may be updated in parts that begin at multiples of 256, as in adamw16_.
-    """
-    m, v = decode8(m_, m_floor_, True), decode8(v_, v_floor_, False)
-    reference.adamw_(w_, lo_, m, v, grad, clip, step=step, **hyper)
-    noise = _noise(m, noise_key(seed, step), first)
-    for x, code_, floor_, bits, signed in ((m, m_, m_floor_, noise[0], True), (v, v_, v_floor_, noise[1], False)):
-        code, floor = encode8(x, bits, signed)
-        code_.copy_(code)
-        floor_.copy_(floor)
+    if stored[0].dtype == torch.float32:
+        return
+    noises = _noise(m, noise_key(seed, step), first)
+    for half, x, noise, signed in zip(halves, (m, v), noises, SIGNED, strict=True):
+        rounded = encode8(x, noise, signed) if len(half) == 2 else (round_bf16(x, noise),)
+        for into, values in zip(half, rounded, strict=True):
+            into.copy_(values)

@@ -1,7 +1,7 @@
 """AdamW on the CPU: one pass over memory in C++ (host_adamw.cpp), compiled at first use, called without the GIL.
 
-Names and arguments are those of reference.py and moments.py, which are used instead where there is no compiler; results
-are bitwise identical. Functions run on the calling thread, or on the threads of a `Workers`.
+Arguments are those of moments.py, which is used instead where there is no compiler; results are bitwise identical. An
+update runs on the calling thread, or on the threads of a `Workers`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import signal
 import subprocess
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from ctypes import POINTER, byref, c_float, c_int64, c_uint32, c_void_p
 from functools import cache
@@ -27,7 +27,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from trireme.kernels import moments, reference
+from trireme.kernels.optimizer import moments, reference
 from trireme.kernels.private import cache_folder, is_private
 
 SAID = 200  # characters shown of a compiler's message
@@ -183,8 +183,6 @@ def _built() -> tuple[ctypes.CDLL | None, str]:
 
 # ---------------------------------------------------------------- calling
 
-Spread = Callable[[_ctypes.CFuncPtr, ctypes.Structure], None]  # as Workers.spread
-
 
 class _Job(ctypes.Structure):
     """Job of host_adamw.cpp."""
@@ -208,8 +206,8 @@ def _alone(work: _ctypes.CFuncPtr, job: ctypes.Structure) -> None:
     work(byref(job), byref(c_int64(0)))
 
 
-def _check(n: int, dtypes: tuple[torch.dtype, ...], *tensors: Tensor) -> None:
-    for t in tensors:
+def _check(n: int, dtypes: tuple[torch.dtype, ...], *tensors: Tensor | None) -> None:
+    for t in (t for t in tensors if t is not None):
         assert t.shape == (n,), f"{tuple(t.shape)}, not ({n},)"
         assert t.dtype in dtypes, f"{t.dtype}, not one of {dtypes}"
         assert t.device.type == "cpu", f"on {t.device}, not the CPU"
@@ -217,65 +215,38 @@ def _check(n: int, dtypes: tuple[torch.dtype, ...], *tensors: Tensor) -> None:
 
 
 def _job(
-    w, lo, m, v, grad, clip, *, lr, beta1, beta2, eps, weight_decay, n_decay, step, floors=None, noise=0, part="all"
+    w, lo, m, v, floors, grad, clip, *, lr, beta1, beta2, eps, weight_decay, n_decay, step, noise=0, part="all"
 ) -> _Job:
     n = len(w)
-    _check(n, (torch.float32,) if lo is None else (torch.bfloat16,), w)
-    _check(n, (torch.int16,), *([] if lo is None else [lo]))
-    _check(n, (torch.float32, torch.bfloat16), grad)
-    _check(-(-n // moments.BLOCK), (torch.int16,), *(floors or ()))
     return _Job(
-        *(None if t is None else t.data_ptr() for t in (w, lo, m, v, *(floors or (None, None)), grad)),
+        *(None if t is None else t.data_ptr() for t in (w, lo, m, v, *floors, grad)),
         *(m.itemsize, grad.dtype == torch.bfloat16, n, n_decay, RECORD, reference.PARTS.index(part)),
         *(float(clip), 1 - lr * weight_decay, beta1, 1 - beta1, beta2, 1 - beta2),
         *(lr / (1 - beta1**step), 1 / (1 - beta2**step) ** 0.5, eps, noise),
     )
 
 
-def _run(job: _Job, spread: Spread) -> bool:
-    """Runs a job; False where there is no compiled library."""
-    lib = library()
-    if lib is not None:
-        spread(lib.trireme_adamw, job)
-    return lib is not None
-
-
-def _records(n: int, n_decay: int) -> list[tuple[int, slice, int]]:
-    """(first element, slice, elements with weight decay) of parts of RECORD elements: torch's temporaries are small."""
-    return [(a, slice(a, a + RECORD), min(max(n_decay - a, 0), RECORD)) for a in range(0, n, RECORD)]
-
-
-def adamw_(w_, lo_, m_, v_, grad, clip, *, n_decay: int, spread: Spread = _alone, **hyper) -> None:
-    """reference.adamw_ of contiguous CPU tensors (n,), bitwise identical where finite, on the threads of `spread`."""
-    _check(len(w_), (torch.float32,), m_, v_)
-    if not _run(_job(w_, lo_, m_, v_, grad, clip, n_decay=n_decay, **hyper), spread):
-        for _, cut, decays in _records(len(w_), n_decay):
-            lo = None if lo_ is None else lo_[cut]
-            reference.adamw_(w_[cut], lo, m_[cut], v_[cut], grad[cut], clip, n_decay=decays, **hyper)
-
-
-def adamw16_(w_, lo_, m_, v_, grad, clip, *, n_decay: int, seed: int, first: int = 0, spread=_alone, **hyper) -> None:
-    """moments.adamw16_, m_ and v_ bf16; otherwise as adamw_."""
-    _check(len(w_), (torch.bfloat16,), m_, v_)
-    noise = moments.noise_key(seed, hyper["step"]) + first
-    if not _run(_job(w_, lo_, m_, v_, grad, clip, n_decay=n_decay, noise=noise, **hyper), spread):
-        for a, cut, decays in _records(len(w_), n_decay):
-            lo, options = None if lo_ is None else lo_[cut], dict(hyper, n_decay=decays, seed=seed, first=first + a)
-            moments.adamw16_(w_[cut], lo, m_[cut], v_[cut], grad[cut], clip, **options)
-
-
-def adamw8_(
-    w_, lo_, m_, m_floor_, v_, v_floor_, grad, clip, *, n_decay: int, seed: int, first: int = 0, spread=_alone, **hyper
-) -> None:
-    """moments.adamw8_, m_, v_ (n,) uint8, floors (blocks,) int16; otherwise as adamw_."""
-    _check(len(w_), (torch.uint8,), m_, v_)
-    floors, noise = (m_floor_, v_floor_), moments.noise_key(seed, hyper["step"]) + first
-    if not _run(_job(w_, lo_, m_, v_, grad, clip, n_decay=n_decay, floors=floors, noise=noise, **hyper), spread):
-        for a, cut, decays in _records(len(w_), n_decay):
-            lo, options = None if lo_ is None else lo_[cut], dict(hyper, n_decay=decays, seed=seed, first=first + a)
-            blocks = slice(a // moments.BLOCK, (a + RECORD) // moments.BLOCK)
-            state = (m_[cut], m_floor_[blocks], v_[cut], v_floor_[blocks])
-            moments.adamw8_(w_[cut], lo, *state, grad[cut], clip, **options)
+def adamw_(w_, lo_, *tensors, n_decay: int, seed: int = 0, first: int = 0, spread=_alone, **hyper) -> None:
+    """moments.adamw_ of contiguous CPU tensors, bitwise identical where finite, on the threads of `spread`."""
+    *stored, grad, clip = tensors
+    n, kind = len(w_), stored[0].dtype
+    m, m_floor, v, v_floor = stored if len(stored) == 4 else (stored[0], None, stored[1], None)
+    _check(n, (torch.float32,) if lo_ is None else (torch.bfloat16,), w_)
+    _check(n, (torch.int16,), lo_)
+    _check(n, (torch.float32, torch.bfloat16), grad)
+    _check(n, (torch.float32, torch.bfloat16) if m_floor is None else (torch.uint8,), m)
+    _check(n, (kind,), v)
+    _check(-(-n // moments.BLOCK), (torch.int16,), m_floor, v_floor)
+    if (lib := library()) is not None:
+        noise = 0 if kind == torch.float32 else moments.noise_key(seed, hyper["step"]) + first
+        floors = m_floor, v_floor
+        spread(lib.trireme_adamw, _job(w_, lo_, m, v, floors, grad, clip, n_decay=n_decay, noise=noise, **hyper))
+        return
+    for a in range(0, n, RECORD):  # in parts: torch's temporaries are small
+        cut, blocks = slice(a, a + RECORD), slice(a // moments.BLOCK, (a + RECORD) // moments.BLOCK)
+        lo, decays = None if lo_ is None else lo_[cut], min(max(n_decay - a, 0), RECORD)
+        some = (t[blocks if t.dtype == torch.int16 else cut] for t in stored)
+        moments.adamw_(w_[cut], lo, *some, grad[cut], clip, n_decay=decays, seed=seed, first=first + a, **hyper)
 
 
 class Workers:
@@ -340,9 +311,3 @@ class Workers:
 
     def adamw_(self, *tensors: Tensor | None, **hyper) -> None:
         adamw_(*tensors, spread=self.spread, **hyper)
-
-    def adamw16_(self, *tensors: Tensor | None, **hyper) -> None:
-        adamw16_(*tensors, spread=self.spread, **hyper)
-
-    def adamw8_(self, *tensors: Tensor | None, **hyper) -> None:
-        adamw8_(*tensors, spread=self.spread, **hyper)

@@ -8,10 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from trireme.kernels import reference
 from trireme.kernels.compiler import tl, triton
 from trireme.kernels.launch import cdiv
 from trireme.kernels.launcher import await_previous, launcher
+from trireme.kernels.optimizer import reference
 
 NAN_BITS = tl.constexpr(reference.NAN_BITS)
 BLOCK = 1024
