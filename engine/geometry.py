@@ -340,7 +340,7 @@ class Geometry:
     def state_parts(self, n: int) -> dict[str, tuple[int, Layout]]:
         """Parts of a record of n parameters, each a shard in the store: name -> (first byte, layout).
 
-        "moments": m and v; with 8 bits also a floor for each 256 of them (optimizer/moments.py). "low": the low halves of
+        "moments": m and v; with 8 bits also a floor for each 256 of them (moments.py). "low": the low halves of
         the fp32 masters, unless the weights are fp32.
         """
         if self.adam_bits == 8:

@@ -2,7 +2,7 @@
 
     python scripts/bench/blocks.py --peers
 
-Blocks are of LLaMA-3-8B and LLaMA-2-13B, or with --models of those that are named (LAYERS below), in one document and
+Blocks are of LLaMA-3-8B and LLaMA-2-13B, or with --models of those that are named (block_peers.py), in one document and
 in several. transformers' attention is cuDNN's, FlexAttention where there are sinks; its linear attention has
 flash-linear-attention's kernels where that is installed: they are tuned for minutes when they first run, and their
 backward is timed even where it may be wrong. The parts are the GEMMs by cuBLAS and the fastest attention (cuDNN,
@@ -13,21 +13,21 @@ after all are warm: medians, with the GPU's clock and power.
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import block_parts
 import torch
 from block_parts import Turn, in_turn, looped
+from block_peers import BACKENDS, LARGE, LAYERS, peer_call, peers_of_block, unguard
 from op_cases import DEVICE, dense_peers, randn
 from ops import seconds
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import sdpa_kernel
 
 from trireme.engine.check.cases import BF16, attention_inputs
 from trireme.engine.memory import views
@@ -40,50 +40,12 @@ from trireme.models.sizes import narrow, shapes
 from trireme.storage.layout import pack
 
 
-def llama_shape(width: int, layers: int, heads: int, ffn: int) -> ModelConfig:
-    return uniform("llama", 32000, width, layers, heads, heads, width // heads, ffn, 1 << 17, 1e-5, False,
-                   rope=Rope(1e4))  # fmt: skip
+def llama_shape(width: int, heads: int, ffn: int) -> ModelConfig:
+    """A layer of this shape."""
+    return uniform("llama", 32000, width, 1, heads, heads, width // heads, ffn, 1 << 17, 1e-5, False, rope=Rope(1e4))
 
 
-LARGE = {"LLaMA-3-8B": find_model("llama-8b"), "LLaMA-2-13B": find_model("llama-13b")}
-
-
-class Layers(NamedTuple):
-    """Layers of a model that are compared with those of transformers."""
-
-    cfg: ModelConfig
-    kind: str  # transformers' model_type
-    more: dict[str, Any]  # what its defaults are not
-    tokens: int
-    cases: tuple[tuple[str, int, int], ...]  # (what, unit, documents)
-
-
-OSS = replace(find_model("gpt-oss-20b"), packing=None, packed=())  # in bf16
-OF_GEMMA_4 = dict(global_head_dim=512, attention_k_eq_v=True, hidden_size_per_layer_input=0)
-GEMMA_4 = (
-    ("Gemma-4-31B", find_model("gemma-4-31b"), OF_GEMMA_4 | dict(num_global_key_value_heads=4)),
-    ("Gemma-4-26B-A4B", find_model("gemma-4-26b"), OF_GEMMA_4 | dict(
-        num_global_key_value_heads=2, enable_moe_block=True, intermediate_size=2112, num_experts=128, top_k_experts=8,
-        moe_intermediate_size=704)),
-)  # fmt: skip
-LAYERS = {
-    **{name: Layers(cfg, "llama", {}, 8192, (("", 1, 1),)) for name, cfg in LARGE.items()},
-    "Qwen3-30B": Layers(find_model("qwen3-30b"), "qwen3_moe", dict(norm_topk_prob=True), 32768,
-                        (("", 1, 1), ("", 1, 8))),
-    "MiniMax-M2": Layers(find_model("minimax-m2"), "minimax_m2", {}, 32768, (("", 1, 1), ("", 1, 8))),
-    "Hy3": Layers(find_model("hy3-295b"), "hy_v3", {}, 32768, (("", 2, 1), ("", 2, 8))),
-    "gpt-oss-20b": Layers(OSS, "gpt_oss", dict(num_local_experts=32), 32768,
-                          ((" with a window of 128", 1, 8), ("", 2, 8))),
-    # within documents of 1,024 tokens a window of as many cuts nothing off: transformers needs no mask
-    "Gemma-3-27B": Layers(find_model("gemma-3-27b"), "gemma3_text", {}, 8192,
-                          ((" with a window of 1,024", 1, 8), ("", 6, 1), ("", 6, 8))),
-    **{name: Layers(cfg, "gemma4_text", keys, 8192, ((" with a window of 1,024", 1, 8), ("", 6, 1), ("", 6, 8)))
-       for name, cfg, keys in GEMMA_4},
-    "Qwen3.5-9B": Layers(find_model("qwen3.5-9b"), "qwen3_5_text", {}, 32768,
-                         ((" with linear attention", 1, 1), (" with linear attention", 1, 8), ("", 4, 1), ("", 4, 8))),
-}  # fmt: skip
-SMALL = {"125M": llama_shape(768, 1, 12, 2048), "350M": llama_shape(1024, 1, 16, 2816), 
-         "1.3B": find_model("llama-1.3b")}  # fmt: skip
+SMALL = {"125M": llama_shape(768, 12, 2048), "350M": llama_shape(1024, 16, 2816), "1.3B": find_model("llama-1.3b")}
 
 
 class Block(NamedTuple):
@@ -167,109 +129,10 @@ def best_attention(b: Block) -> tuple[dict[str, Callable], tuple[str, ...]]:
     return runs, best
 
 
-# ---------------------------------------------------------------- transformers
-
-
-def peer_layer(b: Block, liger: bool):
-    """A layer of transformers' in bf16, and its rotation.
-
-    With Liger's kernels if asked; experts by torch._grouped_mm.
-    """
-    from transformers import AutoConfig, AutoModel
-    from transformers.models.llama import modeling_llama as llama
-
-    importlib.reload(llama)  # without Liger's patches
-    if liger:
-        from liger_kernel.transformers import apply_liger_kernel_to_llama
-
-        apply_liger_kernel_to_llama(cross_entropy=False, fused_linear_cross_entropy=False)
-    cfg, spec = b.cfg, b.cfg.attentions[0]
-    found = next(layers for layers in LAYERS.values() if layers.cfg == replace(cfg, fp8=False))
-    depth = max(u for _, u, _ in found.cases)  # Gemma 4's last layer has no window
-    keys: dict = dict(hidden_size=cfg.width, num_hidden_layers=depth, vocab_size=8, num_attention_heads=spec.heads)
-    keys |= dict(num_key_value_heads=spec.kv_heads, head_dim=spec.dim, max_position_embeddings=cfg.max_positions)
-    keys |= dict(attn_implementation="flex_attention" if cfg.names.mixer.sinks else "sdpa")
-    with torch.device(DEVICE):
-        keys |= (
-            dict(experts_implementation="grouped_mm")
-            if cfg.experts
-            else dict(intermediate_size=cfg.layers[0].mlp.width)
-        )
-        hf = AutoConfig.for_model(found.kind, **keys, **found.more)
-        whole = AutoModel.from_config(hf)
-        layer, rotation = whole.layers[b.u - 1].to(BF16), whole.rotary_emb
-        stored = (*layer.parameters(), *layer.buffers())
-        assert sum(t.numel() for t in stored) == shapes.parameters(cfg, b.u), hf
-    for weight in layer.parameters():
-        torch.nn.init.normal_(weight, std=0.02) if weight.dim() > 1 else torch.nn.init.ones_(weight)
-    return layer.train(), rotation
-
-
-def seen(tokens: int, window: int):
-    """FlexAttention's mask: keys not after their query, of the last `window` if that is not 0."""
-    from torch.nn.attention.flex_attention import create_block_mask
-
-    def visible(_batch, _head, query, key):
-        return (query >= key) & (query - key < (window or tokens))
-
-    return create_block_mask(visible, None, None, tokens, tokens, device=DEVICE)
-
-
-def _window(b: Block) -> int:
-    spec = b.cfg.layers[b.u - 1].attention
-    return spec.window if spec else 0
-
-
-def peer_call(b: Block, liger: bool, compile: bool) -> Callable[[], None]:
-    """Forward and backward of transformers' layer, of `b.cfg.fp8` by torchao; gradients accumulate, like ours."""
-    layer, rotation = peer_layer(b, liger)
-    if b.cfg.fp8:
-        from torchao.float8 import convert_to_float8_training
-
-        convert_to_float8_training(layer)
-    x, dy = (t.view(len(b.rows.docs.lengths), -1, b.cfg.width) for t in (b.x.clone(), b.dy))
-    x.requires_grad_()
-    position_ids, window = torch.arange(x.shape[1], device=DEVICE)[None], _window(b)
-    kinds = ["sliding_attention" if window else "full_attention"] if hasattr(rotation, "layer_types") else []
-    rotated = rotation(
-        x, position_ids.expand(3, 1, -1) if b.cfg.scan else position_ids, *kinds
-    )  # 3: time, height, width
-    mask = seen(x.shape[1], window) if b.cfg.names.mixer.sinks else None
-    call = torch.compile(layer, dynamic=False) if compile else layer
-    kv = lambda: {"shared_kv_states": {}} if b.cfg.model_type.startswith("gemma4") else {}  # where a layer leaves them
-
-    def both() -> None:
-        y = call(x, attention_mask=mask, position_ids=position_ids, position_embeddings=rotated, **kv())
-        y.backward(dy)
-        x.grad = None
-
-    return both
-
-
-# cuDNN has no backward for heads of 512
-BACKENDS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-PEERS = (("compiled", False, True), ("Liger", True, False), ("Liger, compiled", True, True))  # the first for all
-HYBRID_PEERS = (("eager", False, False), PEERS[0])
-
-
-def unguard() -> None:
-    """Has flash-linear-attention run its backward on Hopper with Triton 3.4 to 3.7.0, for timing alone.
-
-    It refuses that: results may be wrong.
-    """
-    try:
-        from fla.ops.common import chunk_o
-    except ImportError:
-        return
-    chunk_o.IS_NVIDIA_HOPPER = False
-
-
 def peers(b: Block) -> dict[str, dict]:
     """The Turns of each peer and, in the same rounds, ours."""
     found = {}
-    for name, liger, compile in (
-        HYBRID_PEERS if b.cfg.scan else PEERS[:1] if b.cfg.fp8 or b.cfg not in LARGE.values() else PEERS
-    ):
+    for name, liger, compile in peers_of_block(b):
         try:
             with sdpa_kernel(BACKENDS, set_priority=True):
                 runs = {"peer": peer_call(b, liger, compile), "ours": b.both}

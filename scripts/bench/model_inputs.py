@@ -13,20 +13,19 @@ from trireme.models.config import Lora, ModelConfig
 from trireme.models.sizes import shapes
 
 
-def with_adapters(cfg: ModelConfig, rank: int, experts: bool = False) -> ModelConfig:
-    """`cfg`, or with adapters of `rank` on every linear layer, of mixtures on attention; also on routed `experts`."""
-    modules = (*targets(cfg, ()), *((cfg.names.mlp.experts,) if experts else ()))
-    return adapted(cfg, Lora(rank, 2.0 * rank, modules)) if rank else cfg
-
-
 def shaped(name: str, layers: int, rank: int, base: str, experts: bool = False) -> ModelConfig:
-    """A shape's first `layers` (0: all) with adapters, frozen matrices in `base` (quantized.BASES; "": as released)."""
+    """A shape's first `layers` (0: all), frozen matrices in `base` (quantized.BASES; "": as released).
+
+    With `rank` it has adapters on every linear layer, of mixtures on attention; also on routed `experts`.
+    """
     cfg = find_model(name)
     if base:
         cfg = replace(cfg, packing=None, packed=())
     if layers:
         cfg = replace(cfg, layers=cfg.layers[:layers])
-    cfg = with_adapters(cfg, rank, experts)
+    if rank:
+        modules = (*targets(cfg, ()), *((cfg.names.mlp.experts,) if experts else ()))
+        cfg = adapted(cfg, Lora(rank, 2.0 * rank, modules))
     if not base:
         return cfg
     return quantized(cfg, outlined(cfg, Path()), base, {name: name for name in shapes.stored_tensors(cfg)})[0]

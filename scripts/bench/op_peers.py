@@ -23,13 +23,7 @@ def compiled(op: str, args: tuple, kwargs: dict) -> Peers:
     if op == "attention_bwd":
         dout, q, k, v, _, _, docs, scale, *_ = args
         return {"FlexAttention": (flex_attention(q, k, v, docs, scale, dout)[1], 1.0)}
-    if op in (
-        "adamw_",
-        "embedding_bwd_",
-        "linear_cross_entropy",
-        "grouped_mm",
-        "grouped_add_",
-    ):  # host loops
+    if op in ("adamw_", "embedding_bwd_", "linear_cross_entropy", "grouped_mm", "grouped_add_"):  # host loops
         return {}
     plain = getattr(ops, op).__wrapped__
     if op == "grad_finish" and len(args) == 1:  # in any order

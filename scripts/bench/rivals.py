@@ -266,9 +266,8 @@ def run_rival(a) -> dict:
         model = unsloth_model(cfg, a)
         blocks = model.get_base_model().model.layers
     else:
-        model = transformers_model(
-            cfg, device, liger=not a.compile
-        )  # torch 2.11 does not compile Liger 0.8.5's kernels
+        # torch 2.11 does not compile Liger 0.8.5's kernels
+        model = transformers_model(cfg, device, liger=not a.compile)
         blocks = model.model.layers
         if a.compile:
             model.gradient_checkpointing_disable()

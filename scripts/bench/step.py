@@ -174,18 +174,9 @@ def measure(
     with engine_of(a, cfg, plan, limits, device) as e:
         made = partial(make_batch, cfg, a.tokens, a.seq, plan.tokens // a.seq, text=text)
         run = run_steps(a, e, lambda step: [compared(mb) for mb in made(step)] if a.method else made(step))
-        result = {
-            "model": a.model,
-            "lora": a.lora,
-            "base": a.base,
-            "gpus": a.gpus,
-            "dtype": a.dtype,
-            "tokens": a.tokens,
-            "seq": a.seq,
-            "losses": run.losses,
-            "limits": asdict(limits),
-        }
-        result |= {"step_s": statistics.median(run.times), "steps_s": run.times, "plan": asdict(plan)}
+        result = {name: vars(a)[name] for name in ("model", "lora", "base", "gpus", "dtype", "tokens", "seq")}
+        result |= {"losses": run.losses, "limits": asdict(limits), "plan": asdict(plan)}
+        result |= {"step_s": statistics.median(run.times), "steps_s": run.times}
         result |= against_bound(a, e, rates, run) | against_prediction(a, e, rates, run, at_start)
     if a.trace:
         Path(a.trace).write_text(perfetto(run.last))
@@ -270,13 +261,8 @@ def main(argv: list[str]) -> int:
     rates = measure_rates(device, dtype, a.store, cfg.fp8, limits.gpus, cfg.scan)
     rates = replace(rates, peer=0.0) if "peers" in a.off else rates
     size_b = shapes.parameters(cfg) / 1e9
-    what = (
-        (f", LoRA {a.lora}" if a.lora else "")
-        + f", base in {a.base}" * bool(a.base)
-        + ", merge-aware" * a.merge_aware
-        + ", fp8" * cfg.fp8
-    )
-    what += f", {a.layers} layers" * bool(a.layers)
+    what = f", LoRA {a.lora}" * bool(a.lora) + f", base in {a.base}" * bool(a.base) + ", merge-aware" * a.merge_aware
+    what += ", fp8" * cfg.fp8 + f", {a.layers} layers" * bool(a.layers)
     print(f"{a.model}{what}, {size_b:.3f} B parameters, {a.tokens} tokens a step of {a.seq}, {device}, {dtype}")
     print("ceilings " + ", ".join(f"{k} {v:.4g}" for k, v in vars(rates).items() if k != "others"))
     plan = make_plan(a, cfg, dtype, limits, rates)
