@@ -10,7 +10,6 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import replace
-from itertools import count
 from typing import NamedTuple
 
 from trireme.engine.amounts import gb, percent, seconds, whole_gib
@@ -31,15 +30,15 @@ COSTS = {  # of an option in loss, as measured
 }
 
 Models = Mapping[str, ModelConfig]  # an option, such as "--base nf4", and the model that the run has with it
+Way = tuple[str, Forecast, Callable[[], Forecast]]  # a change, a run with its ceiling, the run with a plan of its own
 
 
 class Change(NamedTuple):
-    """A change that makes a run faster, and its step. `free`: an option, not hardware."""
+    """A change that makes a run faster, and its step."""
 
-    what: str
+    what: str  # an option, or hardware
     gain: float  # in tokens a second
     step_s: float
-    free: bool = False
 
     def line(self) -> str:
         """What it gains, and what it costs in loss if that was measured."""
@@ -49,25 +48,24 @@ class Change(NamedTuple):
 
 def faster(f: Forecast, models: Models | None = None, sequences: int = ENDLESS, resumes: bool = False) -> list[Change]:
     """Up to MOST changes that give more tokens per second: options first, of each kind the best first. Each is planned
-    and simulated.
+    and simulated, unless computation alone excludes it.
 
     `sequences`: those of the data. `resumes`: --adam-bits and --dtype are chosen already.
     """
+    options = _gains(f, _options(f, models or {}, sequences, resumes))
+    return [*options, *(_gains(f, _hardware(f)) if len(options) < MOST else ())][:MOST]
+
+
+def _gains(f: Forecast, ways: Iterator[Way]) -> list[Change]:
+    """The changes that are worth saying, the best first."""
     changes = []
-    ways = [(True, *way) for way in _options(f, models or {}, sequences, resumes)]
-    for free, what, make in [*ways, *((False, *way) for way in _hardware(f))]:
+    for what, run, make in ways:
         with suppress(DoesNotFit):
-            changed = make()
-            if not fits_drives(changed):
-                continue
-            gain = changed.speed / f.speed
-            if gain >= WORTH_SAYING:
+            if run.ceiling >= WORTH_SAYING * f.speed and fits_drives(changed := make()):
+                gain = changed.speed / f.speed
                 step_s = changed.work.tokens / f.work.tokens * f.step.step_s / gain
-                changes.append(Change(what, gain, step_s, free))
-    return sorted(changes, key=lambda change: (not change.free, -change.gain))[:MOST]
-
-
-Way = tuple[str, Callable[[], Forecast]]
+                changes.append(Change(what, gain, step_s))
+    return sorted((change for change in changes if change.gain >= WORTH_SAYING), key=lambda change: -change.gain)
 
 
 def _options(f: Forecast, models: Models, sequences: int, resumes: bool) -> Iterator[Way]:
@@ -75,28 +73,29 @@ def _options(f: Forecast, models: Models, sequences: int, resumes: bool) -> Iter
     rates = replace(rates, fp8=rates.fp8 or fp8_rate(f.machine.name, rates.matmul))
     other = cfg.fp8 or cfg.packing or f.plan.dtype != "BF16"  # than multiplications of bf16
     if rates.fp8 and f.step.bound == "compute" and not (other or resumes):
-        yield "--dtype fp8", replace(f, cfg=replace(cfg, fp8=True), machine=replace(f.machine, rates=rates)).again
+        in_fp8 = replace(f, cfg=replace(cfg, fp8=True), machine=replace(f.machine, rates=rates))
+        yield "--dtype fp8", in_fp8, in_fp8.again
     for option, light in models.items():
-        yield option, replace(f, cfg=light).again
+        yield option, (lighter := replace(f, cfg=light)), lighter.again
     if f.plan.adam_bits == 32 and not resumes:
-        yield "--adam-bits 8", lambda: f.in_8_bits
+        yield "--adam-bits 8", f, lambda: f.in_8_bits
     doubled = 2 * f.work.sequences
     if doubled <= sequences:
         larger = replace(f, work=replace(f.work, sequences=doubled))
-        yield f"--batch-size {doubled}", lambda: larger.again(n_micro=2 * f.plan.n_micro)
+        yield f"--batch-size {doubled}", f, lambda: larger.again(n_micro=2 * f.plan.n_micro)
 
 
 def _hardware(f: Forecast) -> Iterator[Way]:
     m, r, limits, busy, step_s = f.machine, f.machine.rates, f.limits, f.step.busy, f.step.step_s
     pays = lambda halved: step_s >= WORTH_SAYING * (step_s - halved / 2)  # if these seconds are halved
-    yield "twice the RAM", lambda: f.again(replace(limits, ram=2 * limits.ram))
+    yield "twice the RAM", f, lambda: f.again(replace(limits, ram=2 * limits.ram))
     if any(unit.state == "ssd" for unit in f.plan.units) and pays(busy["ssd"]):
         drives = replace(m, ssd=2 * m.ssd, reserve=2 * m.reserve, rates=r.times(2, ("ssd_read", "ssd_write")))
-        yield "twice the drives", lambda: replace(f, machine=drives).again()
-    yield "a GPU with twice the memory", lambda: f.again(replace(limits, gpu=2 * limits.gpu))
+        yield "twice the drives", f, replace(f, machine=drives).again
+    yield "a GPU with twice the memory", f, lambda: f.again(replace(limits, gpu=2 * limits.gpu))
     if pays(busy["compute"] + busy["update"]):
-        quick = replace(m, rates=r.times(2, ("matmul", "fp8", "copy")))
-        yield "a GPU twice as fast", lambda: replace(f, machine=quick).again()
+        quick = replace(f, machine=replace(m, rates=r.times(2, ("matmul", "fp8", "copy"))))
+        yield "a GPU twice as fast", quick, quick.again
 
 
 # ---------------------------------------------------------------- what fits
@@ -129,7 +128,8 @@ def _enough_ram(f: Forecast) -> int:
     """Bytes of RAM, in whole GiB above the limit, with which no drive is needed."""
     wanted = Wanted.like(f.plan, f.work.batch(f.plan))
     enough = lambda ram: not first_plan(f.cfg, replace(f.limits, ram=ram), wanted, drive=False).uses("ssd")
-    least = max(f.limits.ram, 1 << 30)
-    times = next(n for n in count(1) if enough(least << n))
-    sizes = range(f.limits.ram, (least << times) + (1 << 30), 1 << 30)
-    return sizes[bisect_left(sizes, True, key=enough)]
+    low = max(f.limits.ram, 1 << 30)  # too little
+    while not enough(2 * low):
+        low *= 2
+    sizes = range(f.limits.ram, 2 * low + (1 << 30), 1 << 30)
+    return sizes[bisect_left(sizes, True, 1 + (low - f.limits.ram >> 30), len(sizes) - 1, key=enough)]

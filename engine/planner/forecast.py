@@ -11,9 +11,10 @@ from trireme.engine.buffers import GROUP, GROUPS, buffers, each_usage, fullest, 
 from trireme.engine.geometry import Geometry
 from trireme.engine.plan import TIERS, Limits, Plan, Tier
 from trireme.engine.planner.choose import nearby
-from trireme.engine.planner.predict import Batch, Prediction, lengths_of, predict, scratch_bytes
+from trireme.engine.planner.predict import Batch, Prediction, least_seconds, lengths_of, predict, scratch_bytes
 from trireme.engine.planner.rates import Machine
 from trireme.engine.planner.rule import Wanted
+from trireme.engine.planner.search import with_moves
 from trireme.models.config import ModelConfig
 from trireme.models.sizes import costs, narrow, shapes
 from trireme.storage.layout import ITEMSIZE
@@ -90,6 +91,12 @@ class Forecast:
     def speed(self) -> float:
         """Tokens per second, as searches predict it."""
         return self.work.tokens / self.roughly.step_s
+
+    @cached_property
+    def ceiling(self) -> float:
+        """Tokens per second that no plan with these micro-batches exceeds: GPUs compute all the time, nothing twice."""
+        every = with_moves(self.geo, self.plan, (), 0, keep=self.cfg.n_layers)
+        return self.work.tokens / least_seconds(self.geo.cfg, every, self.machine.rates, self.work.batch(self.plan))
 
     @property
     def tflops(self) -> float:

@@ -315,22 +315,26 @@ def _launched(kernels: float, seconds: float, rates: Rates) -> float:
     return max(seconds + kernels * rates.gap, kernels * rates.launch_overhead)
 
 
-def unit_seconds(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch) -> dict[tuple[Kind, str], float]:
+def least_seconds(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch) -> float:
+    """A lower bound of a step with the plan's saved tensors: its GPUs wait for nothing, and pass over the units."""
+    return batch.n_micro * sum(unit_seconds(cfg, plan, rates.with_moments(plan.adam_bits), batch).values()) / plan.gpus
+
+
+@lru_cache(CACHED)
+def unit_seconds(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch) -> Mapping[tuple[Kind, str], float]:
     """Seconds of forward, backward or loss of a micro-batch, by (kind, unit)."""
-    cfg = plan.cut(cfg)
-    names = shapes.unit_names(cfg)
+    cfg, geo = plan.cut(cfg), Geometry.of(cfg, plan)
 
     def launched(kind: Kind, seconds: float, u: int) -> float:
         return _launched(kernels_of(cfg, plan, batch, kind, u), seconds, rates)
 
-    geo = Geometry.of(cfg, plan)
     ends: tuple[tuple[int, Kind], ...] = ((0, "forward"), (0, "backward"), (cfg.n_units - 1, "loss"))
     known: dict[tuple[Kind, str], float] = {}
     for u, kind in ends:
         work = work_of(cfg, plan, batch, u)[kind != "forward"]
-        known[kind, names[u]] = launched(kind, pass_seconds(work, rates, batch), u) / (rates.loss if u else 1)
+        known[kind, geo.names[u]] = launched(kind, pass_seconds(work, rates, batch), u) / (rates.loss if u else 1)
     if batch.compared:
-        known["loss", names[-1]] *= 1 + LOSS_FORWARD
+        known["loss", geo.names[-1]] *= 1 + LOSS_FORWARD
     first = _first_alike(geo, plan)
     for u in range(1, cfg.n_units - 1):
         if first[u] < u:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from trireme.engine.buffers import fits
 from trireme.engine.geometry import Geometry
 from trireme.engine.plan import DoesNotFit, Limits, Plan, SavedTier
-from trireme.engine.planner.predict import Batch, Prediction, predict, rebuilt_seconds
+from trireme.engine.planner.predict import STEADY, Batch, Prediction, least_seconds, predict, rebuilt_seconds
 from trireme.engine.planner.rates import Rates
 from trireme.engine.planner.rule import Strategy, Wanted, largest, largest_fitting, longer_pieces, simple_plan, spread
 from trireme.models.sizes import shapes
@@ -53,6 +53,11 @@ class Search:
     def fits(self, plan: Plan) -> bool:
         return fits(self.geo, plan, self.limits) and (self.rates.has_drive or not plan.uses("ssd"))
 
+    def may_be_best(self, plan: Plan) -> bool:
+        """False if its computation alone takes longer than the best plan's step."""
+        least = least_seconds(self.geo.cfg, plan, self.rates, self.batch(plan)) / (plan.tokens * plan.n_micro)
+        return least <= (1 + STEADY) * self.costs[self.best]
+
     def decide(self, decision: Decision) -> None:
         """Simulates the alternatives to the best plan that fit. Their gradient pieces are as long as memory allows.
 
@@ -61,7 +66,7 @@ class Search:
         best = self.best
         for plan in decision(self, replace(best, piece=min(best.piece, self.first.piece))):
             updated = plan if self.resumed is None else updated_as(plan, self.resumed)
-            if updated is not None and self.fits(updated):
+            if updated is not None and self.fits(updated) and self.may_be_best(updated):
                 self.simulate(longer_pieces(self.geo, updated, self.limits))
 
     def moves(self, plan: Plan) -> Sequence[Move]:

@@ -28,6 +28,7 @@ NAMES = {2: "BF16", 4: "F32"}  # dtypes by bytes of a value
 META = torch.device("meta")
 ATTENDED = frozenset({"attn_out", "lse"})  # made together
 CACHED = 1 << 14
+_tables = lru_cache(rope_tables)  # they are computed in RAM, then left out
 
 
 class Work(NamedTuple):
@@ -153,10 +154,8 @@ def _line(tokens: int, pairs: int, window: int, points: list[tuple[int, Taken]])
 
 def _at(tokens: int, points: list[tuple[int, float]]) -> float:
     """The value at `tokens` of the line through two points, or of the only one."""
-    if len(points) == 1:
-        return points[0][1]
-    (n, a), (m, b) = points
-    return a + (b - a) * (tokens - n) / (m - n)
+    (n, a), (m, b) = points[0], points[-1]
+    return a + (b - a) * (tokens - n) / (m - n) if n < m else a
 
 
 def _points(
@@ -191,7 +190,7 @@ def _inner(cfg: ModelConfig, u: int, tokens: int, dtype: str, grads: str, names:
         parts.append(model.weights(cfg, u, views | stored(narrow.slice_groups(cfg, u, part)), part))
     passed = _empty(shapes.passed_shapes(cfg, tokens), dtype) if len(parts) > 1 else None
     g = model.gradients(cfg, u, _memory(trained, grads))
-    rows = make_rows((tokens,), rope_tables(cfg, tokens, META), META)
+    rows = make_rows((tokens,), _tables(cfg, tokens, META), META)
     saved = {name: shape for name, shape in shapes.saved_of(cfg, shapes.unit(cfg, u), tokens).items() if name in names}
     tensors = _empty(saved, dtype)
     x, dy, out, dx = (torch.empty((tokens, cfg.width), dtype=DTYPE[dtype], device=META) for _ in range(4))
