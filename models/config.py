@@ -1,4 +1,4 @@
-"""A Hugging Face config.json, checked and reduced to the numbers that the blocks need (ModelConfig). No torch.
+"""The numbers of a model: what its config.json (families/parse.py), a run's options and a plan say of it. No torch.
 
 No other code decides anything by the name of a model type: it reads the fields of ModelConfig.
 """
@@ -14,54 +14,21 @@ from typing import Any
 
 from trireme.models.families.experts import Experts
 from trireme.models.families.extend import extended
-from trireme.models.families.family import ACTS, OF_LOGITS, Family, Wrapper
-from trireme.models.families.fields import layers_of, scales_of
-from trireme.models.families.keys import InputError, Keys
-from trireme.models.families.known import why_not
+from trireme.models.families.family import ACTS, Family, Wrapper
+from trireme.models.families.keys import InputError
 from trireme.models.families.names import MixerNames, MlpNames, Names, within
-from trireme.models.families.packing import BY_ROW as BY_ROW
-from trireme.models.families.packing import FP8 as FP8
-from trireme.models.families.packing import MX as MX
-from trireme.models.families.packing import MXFP4 as MXFP4
-from trireme.models.families.packing import NF4 as NF4
-from trireme.models.families.packing import PACKINGS as PACKINGS
-from trireme.models.families.packing import UNUSED as UNUSED
-from trireme.models.families.packing import WHOLE as WHOLE
 from trireme.models.families.packing import Packing
-from trireme.models.families.quantization import SAID, packing_of, said_of
+from trireme.models.families.parse import SUPPORTED as SUPPORTED
+from trireme.models.families.parse import fields
+from trireme.models.families.quantization import SAID
 from trireme.models.families.rope import Rope
-from trireme.models.families.scans import Scan as Scan
-from trireme.models.families.scans import block_types
-from trireme.models.families.scores import CLASS as CLASS
-from trireme.models.families.scores import OUTPUT, STD, std_of, why_none
-from trireme.models.families.scores import class_of as class_of
-from trireme.models.families.scores import labels_of as labels_of
-from trireme.models.families.table import FAMILIES, OTHER_NAMES, WRAPPERS, text_of
+from trireme.models.families.scans import Scan
+from trireme.models.families.scores import CLASS, OUTPUT, STD, labels_of, why_none
+from trireme.models.families.table import FAMILIES, WRAPPERS
 from trireme.models.layers import Attention, Layer, Mlp, hash_once
-from trireme.storage.untrusted import parse_json, read_small, shown, unreadable
+from trireme.storage.untrusted import parse_json, read_small, unreadable
 
 LARGEST = 1 << 20  # of config.json
-MOST_LAYERS = 1 << 12  # work grows with them before the files are read
-# Keys that change the mathematics -> values with which they do not, which are accepted.
-INERT = {
-    "partial_rotary_factor": (None, 1, 1.0),
-    "attn_logit_softcapping": (None,),
-    "final_logit_softcapping": (None,),
-    "query_pre_attn_scalar": (None,),
-    "logit_scale": (None, 1, 1.0),
-    "clip_qkv": (None,),
-    "add_cross_attention": (None, False),
-    "use_bidirectional_attention": (None, False),
-    "embedding_multiplier": (None, 1, 1.0),
-    "attention_multiplier": (None,),
-    "residual_multiplier": (None, 1, 1.0),
-    "logits_scaling": (None, 1, 1.0),
-    "no_rope_layers": (None,),
-    "per_layer_config": (None,),
-}
-# Keys by which transformers would read other files -> accepted values.
-ELSEWHERE = {"configuration_files": (None,), "transformers_weights": (None, "model.safetensors")}
-SUPPORTED = (*(name for name, family in FAMILIES.items() if not family.inner), *OTHER_NAMES, *WRAPPERS)
 
 
 @dataclass(frozen=True)
@@ -330,19 +297,7 @@ def read_raw(folder: str | Path, rope_factor: float | None = None) -> dict[str, 
 
 def parse_config(raw: dict[str, Any], where: str = "config.json") -> ModelConfig:
     """ModelConfig of a decoded config.json, which `where` names in errors. Raises InputError if it is not supported."""
-    model_type = raw.get("model_type")
-    for name, accepted in ELSEWHERE.items():
-        Keys(raw, where).refuse_unless(name, accepted)
-    if model_type not in SUPPORTED:
-        why = why_not(model_type, SUPPORTED)
-        raise InputError(f'{where}: model_type "{shown(str(model_type))}" is not supported: {why}')
-    if model_type in WRAPPERS:
-        cfg = _wrapped(raw, where, model_type)
-    else:
-        model_type = OTHER_NAMES.get(model_type, model_type)
-        listed = FAMILIES[model_type].listed_type if "layer_types" in raw else ""
-        cfg = _parsed(raw, where, listed or model_type)
-    cfg, labels = replace(cfg, score_std=std_of(raw)), labels_of(raw, where)
+    cfg, labels = ModelConfig(**fields(raw, where)), labels_of(raw, where)
     return scored(cfg, labels, where) if labels else cfg
 
 
@@ -353,91 +308,8 @@ def scored(cfg: ModelConfig, labels: int, where: str) -> ModelConfig:
     return replace(cfg, scores=labels, tied=False, logit_scale=1.0, logit_cap=0.0)
 
 
-def _parsed(raw: dict[str, Any], where: str, model_type: str) -> ModelConfig:
-    """parse_config for a model_type in FAMILIES."""
-    family = FAMILIES[model_type]
-    raw = _renamed(raw, family, where)
-    keys = Keys(block_types(raw, where) if family.single else raw, where)
-    keys.refuse_unless("is_causal", (True,), True)
-    for name, accepted in (INERT | family.only).items():
-        if name not in family.accepts or name in family.only:
-            keys.refuse_unless(name, accepted)
-    packing, packed = packing_of(keys, family.packings, family.names, family.carried)
-    spelled = family.spelled
-    width, layers = keys.count(spelled["width"]), keys.count(spelled["n_layers"], most=MOST_LAYERS)
-    heads = keys.count(spelled["n_heads"], family.n_heads)
-    positions = keys.count(spelled["max_positions"], family.max_positions)
-    if family.mlp_bias is True:
-        keys.refuse_unless("use_bias", (None, True))  # gelu.py always adds one
-    if family.layers:
-        made = family.layers(keys, family, width, layers, heads)
-    else:
-        made = layers_of(keys, family, width, layers, heads, positions)
-    scales = scales_of(keys, family, width, made[0].attention.dim if made[0].attention else 1)
-    return ModelConfig(
-        model_type=model_type,
-        vocab=keys.count(spelled["vocab"], family.vocab),
-        width=width,
-        max_positions=min(positions, keys.count("index_topk", 2048)) if family.indexed else positions,
-        eps=keys.number(spelled["eps"], family.eps),
-        tied=keys.flag("tie_word_embeddings", family.tied),
-        layers=made,
-        learned=not family.rotary,
-        embed_scale=scales.embed,
-        logit_scale=scales.logits,
-        logit_cap=scales.logits_cap,
-        indexed=family.indexed,
-        mtp_layers=_mtp_layers(keys) if family.mtp else 0,
-        packing=packing,
-        packed=packed,
-    )
-
-
-def _renamed(raw: dict[str, Any], family: Family, where: str) -> dict[str, Any]:
-    """`raw` with aliases of keys renamed to the keys that are read. Raises InputError where the two differ."""
-    for alias, name in family.aliases.items():
-        if alias not in raw:
-            continue
-        if name in raw and raw[name] != raw[alias]:
-            raise InputError(f'{where}: "{alias}" and "{name}" are two names of one key, but differ. Remove one.')
-        raw = {name: raw[alias]} | {key: value for key, value in raw.items() if key != alias}
-    return raw
-
-
-def _mtp_layers(keys: Keys) -> int:
-    name = "num_nextn_predict_layers"
-    return 0 if keys.raw.get(name, 1) in (0, None) else keys.count(name, 1, MOST_LAYERS)
-
-
-def _wrapped(raw: dict[str, Any], where: str, model_type: str) -> ModelConfig:
-    """parse_config for a multimodal model: that of its language model, described by its text_config."""
-    keys, wrapper = Keys(raw, where), WRAPPERS[model_type]
-    inner, name = text_of(raw)
-    if not isinstance(inner, dict):
-        raise keys.error(name, "an object")
-    where = f"{where}: {name}" if name else where
-    if isinstance(listed := inner.get("model_type", wrapper.texts[0]), str):
-        inner = inner | {"model_type": (OTHER_NAMES | wrapper.older).get(listed, listed)}
-    Keys(inner, where).refuse_unless("model_type", wrapper.texts)
-    inner = inner | _tied(keys, Keys(inner, where), wrapper)
-    if OF_LOGITS in FAMILIES[inner["model_type"]].caps and not wrapper.caps:
-        Keys(inner, where).refuse_unless(OF_LOGITS, (None,))  # transformers' multimodal class has no cap of logits
-    if (listed := said_of(raw, keys.where)) is not None:
-        inner["quantization_config"] = listed
-    media = tuple((keys.count(key, default), key) for key, default in wrapper.media.items())
-    return replace(_parsed(inner, where, inner["model_type"]), wrapper=model_type, media=media)
-
-
 def without_packing(raw: dict[str, Any]) -> dict[str, Any]:
     """The config.json of a checkpoint after its packed matrices are decoded; Kimi says it of the language model."""
     bare = {key: value for key, value in raw.items() if key not in SAID}
     inner = bare.get("text_config")
     return bare | ({"text_config": without_packing(inner)} if isinstance(inner, dict) else {})
-
-
-def _tied(keys: Keys, inner: Keys, wrapper: Wrapper) -> dict[str, bool]:
-    """tie_word_embeddings of a multimodal model, from where its family has it."""
-    name = "tie_word_embeddings"
-    if wrapper.tied == "text":
-        return {name: keys.flag(name, False)} if name in keys.raw else {}
-    return {name: keys.flag(name, wrapper.tied_default) or (wrapper.tied == "either" and inner.flag(name, False))}

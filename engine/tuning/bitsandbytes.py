@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from trireme.engine.tuning.packed_source import Made, Packed
-from trireme.models.config import NF4
+from trireme.models.families.packing import NF4
 from trireme.storage.checkpoint import Source, SourceTensor
 from trireme.storage.headers import CheckpointError
 from trireme.storage.untrusted import complaint, parse_json

@@ -16,7 +16,8 @@ import numpy as np
 
 from trireme.engine.tuning.rewritten import entries_of, rewritten
 from trireme.models import hf
-from trireme.models.config import CLASS, InputError, ModelConfig, class_of
+from trireme.models.config import CLASS, InputError, ModelConfig
+from trireme.models.families.scores import class_of
 from trireme.models.sizes import shapes
 from trireme.storage.checkpoint import Source
 

@@ -12,7 +12,8 @@ import numpy as np
 from trireme.engine.tuning import bitsandbytes
 from trireme.engine.tuning.packed_source import OF_PACKINGS, Packed, globs
 from trireme.models import hf
-from trireme.models.config import BY_ROW, MXFP4, NF4, PACKINGS, UNUSED, WHOLE, ModelConfig, Packing
+from trireme.models.config import ModelConfig, Packing
+from trireme.models.families.packing import BY_ROW, MXFP4, NF4, PACKINGS, UNUSED, WHOLE
 from trireme.models.sizes import shapes
 from trireme.storage.checkpoint import NUMPY, Source, SourceTensor, open_source, unread
 from trireme.storage.files import Say, to_stderr

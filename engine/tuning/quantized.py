@@ -16,7 +16,8 @@ from math import prod
 import numpy as np
 
 from trireme.engine.tuning.packed_source import Made, Packed, globs, strip_height, strips, unpacked
-from trireme.models.config import FP8, MX, NF4, InputError, ModelConfig, Packing
+from trireme.models.config import InputError, ModelConfig, Packing
+from trireme.models.families.packing import FP8, MX, NF4
 from trireme.models.sizes import shapes
 from trireme.storage.auxiliary import CONTENT
 from trireme.storage.checkpoint import Source, SourceTensor, joined

@@ -142,7 +142,7 @@ class Family:
 
     @property
     def accepts(self) -> set[str]:
-        """The keys of config.INERT that models of this family read, so that all values are accepted."""
+        """The keys of parse.INERT that models of this family read, so that all values are accepted."""
         found = {"query_pre_attn_scalar", *self.caps} if self.query_scale else {*self.caps}
         if self.partial:
             found |= {"partial_rotary_factor"}

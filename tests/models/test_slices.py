@@ -19,8 +19,8 @@ from trireme.engine.queues.real import RealQueues
 from trireme.engine.tuning.chosen import adapted, targets
 from trireme.kernels import ops
 from trireme.models import model
-from trireme.models.config import FP8, Lora, ModelConfig
-from trireme.models.families.packing import INT4_ZEROS, MXFP4, NF4, NVFP4
+from trireme.models.config import Lora, ModelConfig
+from trireme.models.families.packing import FP8, INT4_ZEROS, MXFP4, NF4, NVFP4
 from trireme.models.mlps.grouped import Grouped, Sliced, grouped_backward, grouped_linear
 from trireme.models.packed import DTYPE, decode
 from trireme.models.rows import make_rows, rope_tables

@@ -15,7 +15,8 @@ from trireme.engine.planner.rates import assume
 from trireme.engine.planner.rule import Wanted, simple_plan
 from trireme.engine.planner.sizes import find_model
 from trireme.engine.tuning.chosen import adapted, targets
-from trireme.models.config import NF4, Lora, ModelConfig
+from trireme.models.config import Lora, ModelConfig
+from trireme.models.families.packing import NF4
 from trireme.models.sizes import shapes
 
 
