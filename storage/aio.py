@@ -73,8 +73,7 @@ class File:
         try:
             self.fd = _open(self.path, flags | (os.O_CREAT | os.O_EXCL if size is not None else 0))
         except OSError as e:
-            hint = ". Raise `ulimit -n`" if e.errno == errno.EMFILE else ""
-            raise StoreError(e.errno, f"{e.strerror}{hint}", self.path) from e
+            raise StoreError(e.errno, e.strerror, self.path) from e
         if size:
             try:
                 self.allocate(size)

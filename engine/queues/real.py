@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from trireme.engine.queues.names import ON_GPU, PEERS, gpu_of, kind_of, numbered, queues_of
-from trireme.engine.queues.task import Kind, Task
+from trireme.engine.queues.task import Kind, Task, Work
 
 
 class RealTask(Task):
@@ -55,9 +55,7 @@ class RealTask(Task):
 PROFILED = "NVTX_INJECTION64_PATH" in os.environ  # as Nsight Systems and Nsight Compute start a program
 
 
-def execute(
-    task: RealTask, fn: Callable[[], Any], after: Sequence[Task], stream: torch.cuda.Stream | None, zero: float
-) -> None:
+def execute(task: RealTask, fn: Work, after: Sequence[Task], stream: torch.cuda.Stream | None, zero: float) -> None:
     """Runs `fn` after `after`, on `stream` if given; keeps its error in the task. A profiler sees an NVTX range."""
     try:
         for other in after:
@@ -151,10 +149,15 @@ class RealQueues:
             self.zero = self.origins[0][1]
         self.queues: dict[str, SimpleQueue[Any]] = {}
         self.threads: list[threading.Thread] = []
-        for name in (*self.names[gpus == 1 :], *extra) if threads else ():
-            self._start(name)
+        self.open = False
+        try:
+            for name in (*self.names[gpus == 1 :], *extra) if threads else ():
+                self._start(name)
+        except BaseException:
+            self.close()
+            raise
         if threads:
-            _set_interpreter(gpus)  # last: `close` resets it, and there is none if this fails
+            _set_interpreter(gpus)  # last: `close` resets it
         self.open = True
 
     @property
@@ -180,14 +183,7 @@ class RealQueues:
         self.origins.append((origin, time.perf_counter()))
 
     def run(
-        self,
-        queue: str,
-        kind: Kind,
-        of: str,
-        fn: Callable[[], Any],
-        after: Sequence[Task] = (),
-        nbytes: float = 0,
-        flops: float = 0,
+        self, queue: str, kind: Kind, of: str, fn: Work, after: Sequence[Task] = (), nbytes: float = 0, flops: float = 0
     ) -> Task:
         """As of Queues. Raises the first error of any thread, and of a task executed here its own: that task is not
         counted.
@@ -209,9 +205,7 @@ class RealQueues:
             self.tasks.append(task)
         return task
 
-    def _execute(
-        self, task: RealTask, fn: Callable[[], Any], after: Sequence[Task], stream: torch.cuda.Stream | None
-    ) -> None:
+    def _execute(self, task: RealTask, fn: Work, after: Sequence[Task], stream: torch.cuda.Stream | None) -> None:
         self.at[task.queue] = task
         execute(task, fn, after, stream, self.zero)
         self.over[task.queue] += 1

@@ -13,10 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import inf
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, TypeAlias
 
 import torch
 
+Work: TypeAlias = Callable[[], Any]  # what a task does; returns its result
 Kind = Literal[
     "forward", "backward", "loss", "zero", "finish", "statistics", "decode", "token",  # computation
     "adamw", "adamw weights", "adamw moments",  # updates and their parts
@@ -61,14 +62,7 @@ class Queues(Protocol):
         ...
 
     def run(
-        self,
-        queue: str,
-        kind: Kind,
-        of: str,
-        fn: Callable[[], Any],
-        after: Sequence[Task] = (),
-        nbytes: float = 0,
-        flops: float = 0,
+        self, queue: str, kind: Kind, of: str, fn: Work, after: Sequence[Task] = (), nbytes: float = 0, flops: float = 0
     ) -> Task:
         """Hands over `fn`, which is executed after all tasks in `after`; returns its task at once.
 

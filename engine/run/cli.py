@@ -12,6 +12,7 @@ import importlib
 import io
 import os
 import platform
+import re
 import shutil
 import signal
 import sys
@@ -36,10 +37,12 @@ from trireme.storage.untrusted import quoted
 
 MODULES = {"": "loop", "push": "after.hub", "check": "after.equipment", "env": "after.equipment"}  # others: after.NAME
 EXPECTED = {InputError: 2, CheckpointError: 2, DoesNotFit: 3, LostHost: 4}
-NO_MEMORY, NO_THREAD = (errno.ENOMEM, errno.EAGAIN), "can't start new thread"  # Python's words
+NO_MEMORY = (errno.ENOMEM, errno.EAGAIN)
+SHORT = re.compile("can't (start new thread|allocate memory)")  # Python's words, and torch's
 FAILING = (errno.EIO, errno.ESTALE, errno.EREMOTEIO, errno.EUCLEAN)  # a drive, or a server of files
 CURES = {
     **dict.fromkeys(FAILING, " Is its drive failing? See dmesg."),
+    **dict.fromkeys((errno.EMFILE, errno.ENFILE), " Raise `ulimit -n`."),
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), " Free some space there, or name another folder."),
     **dict.fromkeys(TAKEN := (errno.EEXIST, errno.ENOTDIR), " Name another folder."),
     **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), " Change its permissions, or name another."),
@@ -53,7 +56,10 @@ if "microsoft" not in platform.release().lower():
 
 def command() -> int:
     """The console script: returns the exit code."""
-    for stream in (sys.stdout, sys.stderr):
+    # None is a closed one, whose number a file of the run would get.
+    streams = [stream or Path(os.devnull).open("r+") for stream in (sys.stdin, sys.stdout, sys.stderr)]  # noqa: SIM115
+    sys.stdin, sys.stdout, sys.stderr = streams
+    for stream in streams[1:]:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")
     with screen.to(None, process_began()):
@@ -114,7 +120,7 @@ def explained(error: BaseException) -> tuple[str, int]:
             return str(error), 4 if behind in FAILING else code  # a drive failed to read a user's file
     if isinstance(error, BrokenPipeError):
         return "", 141
-    if isinstance(error, MemoryError) or number in NO_MEMORY or str(error) == NO_THREAD:
+    if isinstance(error, MemoryError) or number in NO_MEMORY or SHORT.search(str(error)):
         return f"there is not enough memory ({error}). Free some, or raise its limits (ulimit -v, -u).", 3
     if isinstance(error, OSError):
         where, what = error.filename or "a temporary file", str(error.strerror or error).rstrip(".")

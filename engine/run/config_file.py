@@ -60,8 +60,8 @@ def text_of(path: Path) -> str:
 def read(path: Path, text: str) -> tuple[dict[str, Any], frozenset[str]]:
     """The values in the text of a file, for Options.of, and the names that a user chose. Raises InputError."""
     try:
-        wrong, values = "no lines such as `batch-size: 16`", yaml.safe_load(text)
-        node = yaml.compose(text, yaml.SafeLoader)
+        wrong, node = "no lines such as `batch-size: 16`", yaml.compose(text, yaml.SafeLoader)
+        values = yaml.SafeLoader("").construct_document(node) if node else None
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         node, wrong = None, " ".join(str(error).split())[:300]
     if not (isinstance(node, yaml.MappingNode) and values and all(isinstance(key, str) for key in values)):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 import math
+import os
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -218,8 +219,8 @@ def tables_of(o: Options, data: Dataset, room: int, cfg: ModelConfig) -> int:
 def check_options(o: Options, snapshot: Snapshot | None) -> None:
     """Raises InputError for options that do not go together, or that a resumed run cannot change."""
     o.check()
-    stores = {Path(d).resolve() for d in o.store}
-    shared = len(stores) < len(o.store) or stores & {Path(o.out or "?").resolve(), Path("/")}
+    stores = {os.path.realpath(d) for d in o.store}  # of a loop of links, too
+    shared = len(stores) < len(o.store) or stores & {os.path.realpath(o.out or "?"), "/"}
     of_adapter = o.rope_factor and (o.lora or o.adapter) and not o.merge
     table = [
         (not (o.model or o.shape), "no checkpoint given. Try: trireme CHECKPOINT --data FILE, or --demo, or --help."),

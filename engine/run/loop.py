@@ -90,7 +90,8 @@ def train(options: Options, others: Sequence[Tracker] = ()) -> Path:
         place.write_config(job.options)
         job = with_teacher(job, place, snapshot)
         screen.forgive()
-        Run(Training(job, place, snapshot), [*others, *of_log], lines).go()
+        with closing(Training(job, place, snapshot)) as training:
+            Run(training, [*others, *of_log], lines).go()
     return out
 
 
@@ -120,7 +121,6 @@ class Run:
         with ExitStack() as stack:
             stack.enter_context(in_use(self.job.launches))
             stack.callback(self.log.close)
-            stack.enter_context(closing(self.training))
             try:
                 left = range(self.done.step, self.job.total_steps)
                 ending = lambda: screen.urgent(f"\nexited immediately. {self.training.last_snapshot}")

@@ -32,6 +32,7 @@ from trireme.models.config import InputError, Lora, ModelConfig, Teaching
 from trireme.models.losses.preferences import METHODS, Preference
 from trireme.storage.auxiliary import auxiliary_files, content_of
 from trireme.storage.checkpoint import Source
+from trireme.storage.files import as_store_error
 
 KINDS: Mapping[str, Kind] = {"sft": "", "kto": "labels", "reward": "rewards", "classify": "classes"}  # others: pairs
 WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".ckpt"}
@@ -227,6 +228,8 @@ def read_rows(o: Reading, cfg: ModelConfig, codec: Codec | None, names: Sequence
     try:
         far = lambda name, position, size: screen.far(f"reading {name}", position, size, began)
         return load_dataset(names, codec, options, far)
+    except OSError as error:  # where tokens are written
+        raise as_store_error(error, error.filename or options.shared or options.cache or "--data") from error
     finally:
         screen.clear()
 

@@ -91,11 +91,11 @@ class Training:
             speeds, run = drive_speeds(folder.stores), folder.state.id
             folder.store = Store.create(folder.stores, o.keep, job.source.auxiliary, speeds, screen.warn, run)
         self.store, self.fixed = folder.store, job.fixed(snapshot)
-        self.queues = RealQueues(job.device, gpus=job.plan.gpus, hosts=job.plan.hosts)
-        self.queues.failed = here().failed  # where this thread waits for a host that waits for a queue
         self._stamps = stamps(job.source) if job.cfg.frozen else {}
         self.exported = 0  # bytes of checkpoints, by this process
         self._evaluator: Evaluator | None = None
+        self.queues = RealQueues(job.device, gpus=job.plan.gpus, hosts=job.plan.hosts)  # last: `close` ends threads
+        self.queues.failed = here().failed  # where this thread waits for a host that waits for a queue
 
     @property
     def evaluator(self) -> Evaluator:

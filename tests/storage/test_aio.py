@@ -303,7 +303,7 @@ try:
     while len(files) < 100:
         files.append(File(folder / str(len(files)), False, 4096))
 except StoreError as e:
-    assert "ulimit -n" in str(e) and 30 < len(files) < 40, (e, len(files))
+    assert e.errno == 24 and 30 < len(files) < 40, (e, len(files))
 else:
     raise SystemExit("no error")
 for i, file in enumerate(files):
