@@ -37,7 +37,6 @@ from trireme.storage.untrusted import quoted
 
 MODULES = {"": "loop", "push": "after.hub", "check": "after.equipment", "env": "after.equipment"}  # others: after.NAME
 EXPECTED = {InputError: 2, CheckpointError: 2, DoesNotFit: 3, LostHost: 4}
-NO_MEMORY = (errno.ENOMEM, errno.EAGAIN)
 SHORT = re.compile("can't (start new thread|allocate memory)")  # Python's words, and torch's
 FAILING = (errno.EIO, errno.ESTALE, errno.EREMOTEIO, errno.EUCLEAN)  # a drive, or a server of files
 CURES = {
@@ -97,7 +96,8 @@ def main(argv: Sequence[str]) -> int:
     except BaseException as error:
         message, code = explained(error)
         if code in (3, 4, LEFT) and (run := folder.resumable(out)):
-            message += f" {'To continue' if code == LEFT else 'When that is fixed'}: --resume {quoted(run)}"
+            way = "To continue" if code == LEFT else "When that is fixed"
+            message = f"{message.rstrip('.')}. {way}: --resume {quoted(run)}"
         if message:
             whose = f"host {at.host}: " if at.host else ""
             screen.urgent(f"error: {whose}{' '.join(message.split())[:2000]}")
@@ -120,7 +120,7 @@ def explained(error: BaseException) -> tuple[str, int]:
             return str(error), 4 if behind in FAILING else code  # a drive failed to read a user's file
     if isinstance(error, BrokenPipeError):
         return "", 141
-    if isinstance(error, MemoryError) or number in NO_MEMORY or SHORT.search(str(error)):
+    if isinstance(error, MemoryError) or number in (errno.ENOMEM, errno.EAGAIN) or SHORT.search(str(error)):
         return f"there is not enough memory ({error}). Free some, or raise its limits (ulimit -v, -u).", 3
     if isinstance(error, OSError):
         where, what = error.filename or "a temporary file", str(error.strerror or error).rstrip(".")

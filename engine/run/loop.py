@@ -128,10 +128,9 @@ class Run:
                     self.load()
                     self.steps(batches)
                     self.end()
-            except Interrupted:
-                raise
             except BaseException as error:
-                here().failed(error)  # before cleanup that waits for other hosts
+                if not isinstance(error, Interrupted):
+                    here().failed(error)  # before cleanup that waits for other hosts
                 raise
 
     def load(self) -> None:

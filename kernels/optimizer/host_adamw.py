@@ -19,6 +19,7 @@ import subprocess
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from ctypes import POINTER, byref, c_float, c_int64, c_uint32, c_void_p
 from functools import cache
@@ -57,16 +58,20 @@ def _output(command: list[str], env: Mapping[str, str] | None = None) -> bytes:
 
     Raises as subprocess.run.
     """
-    pipe = subprocess.PIPE
-    with subprocess.Popen(command, stdout=pipe, stderr=pipe, env=env, start_new_session=True) as process:
-        try:
-            out, err = process.communicate(timeout=PATIENCE)
-        except BaseException:
-            with contextlib.suppress(ProcessLookupError):
+    begun, pipe = list[subprocess.Popen[bytes]](), subprocess.PIPE
+    start = lambda: begun.append(subprocess.Popen(command, stdout=pipe, stderr=pipe, env=env, start_new_session=True))
+    try:
+        with ThreadPoolExecutor(1) as pool:  # a signal that comes between its start and its name would lose a process
+            pool.submit(int).result()  # from here on the end of the pool waits for its thread
+            pool.submit(start).result()
+        out, err = begun[0].communicate(timeout=PATIENCE)
+    except BaseException:
+        for process in begun:
+            with process, contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            raise
-    if process.returncode:
-        raise subprocess.CalledProcessError(process.returncode, command, out, err)
+        raise
+    if begun[0].returncode:
+        raise subprocess.CalledProcessError(begun[0].returncode, command, out, err)
     return out
 
 

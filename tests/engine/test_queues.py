@@ -89,6 +89,15 @@ def test_the_interpreter_is_as_before_once_all_queues_are_closed():
     assert (sys.getswitchinterval(), gc.get_threshold()) == before
 
 
+def test_queues_of_which_a_thread_cannot_start_leave_none(monkeypatch):
+    before, start = threading.active_count(), threading.Thread.start
+    full = lambda thread: threading.active_count() > before + 2 and pytest.fail("can't start new thread")
+    monkeypatch.setattr(threading.Thread, "start", lambda thread: full(thread) or start(thread))
+    with pytest.raises(pytest.fail.Exception):
+        RealQueues()
+    assert threading.active_count() == before
+
+
 @pytest.mark.grid("compute", "ssd_read", "d2h", "cpu", "hop_in", "peer_in", "compute1")
 @pytest.mark.parametrize("queue", [queue for queue in queues_of(2) if kind_of(queue) not in STREAMED])
 def test_an_error_in_any_queue_ends_the_step_with_that_error(queue):

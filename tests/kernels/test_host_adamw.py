@@ -478,11 +478,11 @@ def test_what_a_killed_compiler_leaves_is_removed_by_the_next(fresh, monkeypatch
 
 
 @pytest.mark.full
-def test_what_a_compiler_has_started_ends_with_it(fresh, monkeypatch, tmp_path):
-    """When a compilation is given up, as by Ctrl-C."""
-    monkeypatch.setenv(
-        "CXX", str(compiler(tmp_path, f"sleep 60 & echo $! > {tmp_path}/pid; sleep 0.5; kill -2 $PPID; wait"))
-    )
+@pytest.mark.parametrize("wait", ["sleep 0.5", ":"])
+def test_what_a_compiler_has_started_ends_with_it(fresh, monkeypatch, tmp_path, wait):
+    """When a compilation is given up, as by Ctrl-C, also in the moment in which it starts."""
+    script = f"sleep 60 & echo $! > {tmp_path}/pid; {wait}; kill -2 $PPID; wait"
+    monkeypatch.setenv("CXX", str(compiler(tmp_path, script)))
     with pytest.raises(KeyboardInterrupt):
         anew().library()
     status = Path(f"/proc/{(tmp_path / 'pid').read_text().strip()}/stat")

@@ -4,6 +4,7 @@ import io
 import os
 import pty
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -202,11 +203,23 @@ def test_help_and_version_come_without_torch(here):
 
 
 @pytest.mark.full
-def test_a_closed_pipe_and_closed_streams(here):
+def test_a_closed_pipe(here):
     run = command(here, "--help", stdout=subprocess.PIPE)
     run.stdout.close()
     assert run.wait(60) in (0, 141)
-    assert command(here, "model", stdout=None, stderr=None, stdin=None, close_fds=True).wait(60) == 2
+
+
+LIMITED = [  # what a process does not have, and the exit code
+    (lambda: os.closerange(0, 3), 0),
+    (lambda: resource.setrlimit(resource.RLIMIT_AS, (1 << 30, 1 << 30)), 3),
+]
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("limit", "code"), LIMITED)
+def test_what_a_process_lacks_is_no_traceback(here, limit, code):
+    run = command(here, *LONG[:-4], "--max-steps", "1", stderr=subprocess.PIPE, preexec_fn=limit)
+    assert (run.communicate(timeout=100)[1].count("error: "), run.returncode) == (code > 0, code)
 
 
 @pytest.mark.full
