@@ -125,7 +125,7 @@ class Alone:
         """As `tell`, for an error, unless all know already."""
         where = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.strerror else ""
         if not isinstance(error, LostHost):
-            self.tell(where or str(error) or {KeyboardInterrupt: "interrupted"}.get(type(error), type(error).__name__))
+            self.tell(where or str(error) or type(error).__name__.replace("KeyboardInterrupt", "interrupted"))
 
 
 class Group(Alone):
