@@ -592,7 +592,7 @@ def adapters(folder, targets, device, tier, in_place=False, **change):
 def small_stretches():
     """So that gradients leave in several pieces: in every test of a module that imports this."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(geometry, "STRETCH", 256)
+        patch.setattr(geometry, "STRETCH", 1024)
         geometry.geometry.cache_clear()  # another module's stretches are longer
         yield
     geometry.geometry.cache_clear()

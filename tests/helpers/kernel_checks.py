@@ -1,6 +1,7 @@
 """What the kernels' tests share: where they run, the oracle's precision, and frames that show a read out of bounds."""
 
 import os
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -53,9 +54,21 @@ def correct_interpreter() -> None:
     builder.bf16_corrected = True
 
 
+def hasten_interpreter() -> None:
+    """Half of its time it replaces Triton's language, and looks for what to replace, at each call of a function: here
+    it does so once for all.
+    """
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    scope = type(interpreter._patch_lang(SimpleNamespace(__globals__={"tl": tl, "core": tl.core})))
+    interpreter._patch_lang = lambda fn: scope()
+
+
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if INTERPRETED:
     correct_interpreter()
+    hasten_interpreter()
 DEVICES = [
     pytest.param("cpu", marks=pytest.mark.skipif(not INTERPRETED, reason="kernels are compiled where there is a GPU")),
     pytest.param("cuda", marks=pytest.mark.gpu),
