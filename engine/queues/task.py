@@ -54,12 +54,12 @@ class Task:
 
 class Queues(Protocol):
     simulated: bool
+    tracing: bool  # whether FLOPs of tasks are counted
     devices: Sequence[torch.device]  # GPUs; on a CPU they are emulated
 
     @property
     def device(self) -> torch.device:
         """The first GPU."""
-        ...
 
     def run(
         self, queue: str, kind: Kind, of: str, fn: Work, after: Sequence[Task] = (), nbytes: float = 0, flops: float = 0
@@ -68,8 +68,6 @@ class Queues(Protocol):
 
         `of`: what it is on, such as a layer. `nbytes`, `flops`: what it moves and computes.
         """
-        ...
 
     def drain(self) -> None:
         """Waits for all tasks; raises the first error."""
-        ...
