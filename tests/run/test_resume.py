@@ -10,18 +10,7 @@ from pathlib import Path
 
 import pytest
 from engines import fork
-from runs import (
-    child,
-    ended,
-    go,
-    hold,
-    losses,
-    options,
-    records,
-    stopped,
-    wait_for,
-    weights,
-)
+from runs import child, ended, go, hold, losses, options, records, stopped, wait_for, weights
 
 from trireme.engine.run import cli, folder, job, loop
 from trireme.engine.run.loop import train
