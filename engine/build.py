@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from trireme.engine.activations import ActivationSwap, InUse
-from trireme.engine.buffers import workspace
+from trireme.engine.buffers import each_usage, workspace
 from trireme.engine.geometry import Geometry
 from trireme.engine.gradients import Gradients, SharedGradients, Wire
 from trireme.engine.memory import Buffer, Memory, Pool
@@ -119,6 +119,8 @@ def build(
     geo, memory = Geometry.of(cfg, plan), Memory(queues.devices, limits, queues.simulated, make_pool, pinned)
     for gpu in range(plan.gpus):
         memory.reserve("gpu", "workspace", workspace(geo, plan, gpu), gpu=gpu)
+    if not queues.simulated:
+        memory.take_whole(each_usage(geo, plan)[0])
     placement = Placement(geo, plan, memory, queues, store, scratch or Scratch(), files)
     weights, swap = WeightStream(placement), ActivationSwap(placement)
     gradients = Gradients(placement) if plan.hosts == 1 else SharedGradients(placement, wire)

@@ -235,21 +235,24 @@ class Memory:
         self.table.append((tier, name, nbytes, count, gpu))
         self.taken[tier, gpu] += nbytes * count
 
+    def take_whole(self, sizes: Sequence[int]) -> None:
+        """Has torch take what a plan needs of each GPU in one piece, which buffers and temporaries are then cut from:
+        none of it is lost to the rounding of segments, and little to fragments. A refusal is no error.
+        """
+        for device, nbytes in zip(self.devices, sizes, strict=True):
+            with suppress(torch.OutOfMemoryError):
+                torch.empty(nbytes * (device.type == "cuda"), dtype=torch.uint8, device=device)
+
     def alloc(self, tier: str, name: str, nbytes: int, count: int = 1, gpu: int = 0) -> list[Tensor]:
-        """Allocates uint8 buffers of `nbytes`, rounded up to 4,096 and page-aligned. Raises DoesNotFit."""
+        """Allocates uint8 buffers of `nbytes`, rounded up to 4,096, and in RAM page-aligned. Raises DoesNotFit."""
         nbytes = round_up(nbytes)
         self.reserve(tier, name, nbytes, count, gpu)
         if self.simulated or nbytes == 0:
             return [NOTHING] * count
         cuda = self.devices[0].type == "cuda"
         if cuda and tier == "gpu":
-            return list(self._gpu_slab(nbytes * count, gpu).split(nbytes))
+            return list(torch.empty(nbytes * count, dtype=torch.uint8, device=self.devices[gpu]).split(nbytes))
         return list(self._ram_slab(nbytes * count, pin=cuda).split(nbytes))
-
-    def _gpu_slab(self, nbytes: int, gpu: int) -> Tensor:
-        slab = torch.empty(nbytes + 4096, dtype=torch.uint8, device=self.devices[gpu])
-        skip = -slab.data_ptr() % 4096
-        return slab[skip : skip + nbytes]
 
     def _ram_slab(self, nbytes: int, pin: bool) -> Tensor:
         room = mmap.mmap(-1, nbytes + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared: no huge pages

@@ -26,10 +26,8 @@ MOST = 1 << 48
 MOST_GPUS = 64
 MOST_HOSTS = 1024
 SUM_PIECE = 1 << 24
-COUNTS = (
-    *("tokens", "n_micro", "window", "ram_window", "state_slots", "record", "stream_slots", "piece", "swap_slots"),
-    "slices",
-)
+COUNTS: tuple[str, ...] = ("tokens", "n_micro", "record", "piece", "slices")
+COUNTS += ("window", "ram_window", "state_slots", "stream_slots", "swap_slots")
 
 
 class DoesNotFit(Exception):
@@ -283,8 +281,6 @@ class Plan:
             return Plan.of(yaml.safe_load(read_text(path)))
         except OSError as error:
             raise InputError(f"--plan {path}: {error.strerror or error}.") from error
-        except InputError as error:
-            raise InputError(f"{path}: {error}") from error
         except (yaml.YAMLError, TypeError, LookupError, AttributeError, ValueError, RecursionError) as error:
             raise InputError(f"{path}: not a plan: {error}") from error
 
