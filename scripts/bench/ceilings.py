@@ -30,7 +30,7 @@ from trireme.models.sizes import costs, measure
 def measure_rates(
     device: torch.device,
     dtype: str,
-    store: str | None,
+    store: Path | None,
     fp8: bool = False,
     gpus: int = 1,
     scan: Scan | None = None,
@@ -44,7 +44,7 @@ def measure_rates(
     if gpus > 1 and device.type == "cuda":
         found |= several_rates(gpus_from(device, gpus), 1 << 40)
     if store is not None:
-        found |= drive_rates(Path(store))
+        found |= drive_rates(store)
     return rates_of(found)
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import statistics
 import sys
 import time
@@ -43,6 +44,7 @@ from trireme.engine.queues.names import numbered
 from trireme.engine.queues.real import RealQueues
 from trireme.engine.queues.task import Task
 from trireme.engine.queues.trace import busy, perfetto
+from trireme.engine.run.cli import ENVIRONMENT
 from trireme.engine.step import train_step
 from trireme.engine.tuning.chosen import aware
 from trireme.engine.tuning.quantized import BASES
@@ -157,11 +159,12 @@ def engine_of(a: Arguments, cfg: ModelConfig, plan: Plan, limits: Limits, device
     queues = RealQueues(device, gpus=plan.gpus, threads="overlap" not in a.off)
     start = time.perf_counter()
     hold_to(limits, device)
-    folder = Path(a.store) if a.store else None
-    with random_engine(cfg, plan, limits, queues, folder, a.clip, "pinning" not in a.off) as e:
+    with random_engine(cfg, plan, limits, queues, a.store, a.clip, "pinning" not in a.off) as e:
         for tier, name, each, count, gpu in e.memory.table:
             print(f"{numbered(tier, gpu):5} {name:32} {count:6} {gib(each):>11} {gib(each * count):>11}")
         print(f"set-up {time.perf_counter() - start:.1f} s; {plan.n_micro} micro-batches of {plan.tokens} tokens")
+        if device.type == "cuda":  # what was taken to build it does not count
+            torch.cuda.reset_peak_memory_stats(device)
         print(f"window {plan.window}, state slots {plan.state_slots}, mode {plan.mode}", flush=True)
         yield e
 
@@ -224,6 +227,7 @@ def against_prediction(a: Arguments, e: Engine, rates: Rates, run: Run, at_start
     """Prints and returns predicted and measured time and memory."""
     step_s, device = statistics.median(run.times), e.queues.device
     gpu, ram = memory_in_use(device, a.gpus)
+    alive = torch.cuda.max_memory_allocated(device) / GIB if device.type == "cuda" else 0.0
     estimated = {tier: nbytes / GIB for tier, nbytes in usage(e.geo, e.plan).items()}
     estimated["ram"] += CODE / GIB if device.type == "cuda" else 0.0
     batch = Batch(e.plan.tokens, a.seq, e.plan.n_micro, compared=bool(a.method))
@@ -233,11 +237,11 @@ def against_prediction(a: Arguments, e: Engine, rates: Rates, run: Run, at_start
     by_tasks = f", corrected by a warm-up step {again:.3f} s ({again / step_s - 1:+.1%})" if run.warm else ""
     print(
         f"predicted {found.step_s:.3f} s ({found.step_s / step_s - 1:+.1%}){by_tasks}; "
-        f"peaks GPU {gpu:.2f} GiB (predicted {estimated['gpu']:.2f}), RAM {ram - at_start:.2f} GiB "
+        f"peaks GPU {gpu:.2f} GiB ({alive:.2f} live, predicted {estimated['gpu']:.2f}), RAM {ram - at_start:.2f} GiB "
         f"(predicted {estimated['ram']:.2f}) plus {at_start:.2f} of interpreter and libraries"
     )
     return {
-        "peaks": {"gpu_gib": gpu, "ram_gib": ram, "rss_start_gib": at_start},
+        "peaks": {"gpu_gib": gpu, "gpu_alive_gib": alive, "ram_gib": ram, "rss_start_gib": at_start},
         "predicted_s": found.step_s,
         "corrected_s": again,
         "corrected": vars(known),
@@ -250,6 +254,7 @@ def against_prediction(a: Arguments, e: Engine, rates: Rates, run: Run, at_start
 
 def main(argv: list[str]) -> int:
     a = arguments(argv)
+    os.environ.update(ENVIRONMENT | os.environ)  # before memory of a GPU is taken
     device = choose_device(a.device)
     dtype = "BF16" if device.type == "cuda" or a.dtype != "auto" else "F32"
     cfg = replace(shaped(a.model, a.layers, a.lora, a.base, a.experts), fp8=a.dtype == "fp8")
@@ -257,7 +262,7 @@ def main(argv: list[str]) -> int:
     limits = memory_limits(device, a.gpu_memory, a.ram, choose_gpus(a.gpus, device))
     at_start = memory_in_use(device)[1]
     if a.store:
-        Path(a.store).mkdir(parents=True, exist_ok=True)
+        a.store.mkdir(parents=True, exist_ok=True)
     rates = measure_rates(device, dtype, a.store, cfg.fp8, limits.gpus, cfg.scan)
     rates = replace(rates, peer=0.0) if "peers" in a.off else rates
     size_b = shapes.parameters(cfg) / 1e9
@@ -266,8 +271,7 @@ def main(argv: list[str]) -> int:
     print(f"{a.model}{what}, {size_b:.3f} B parameters, {a.tokens} tokens a step of {a.seq}, {device}, {dtype}")
     print("ceilings " + ", ".join(f"{k} {v:.4g}" for k, v in vars(rates).items() if k != "others"))
     plan = make_plan(a, cfg, dtype, limits, rates)
-    dense = device.type == "cuda" and cfg.experts is None
-    slower = sustained_rates(cfg, plan, a.seq, device) if dense else {}
+    slower = sustained_rates(cfg, plan, a.seq, device) if device.type == "cuda" and cfg.experts is None else {}
     forget_peaks(device)
     result = measure(a, cfg, plan, limits, rates, device, at_start)
     ceilings = blended(cfg, plan, a.tokens, a.seq, rates)
@@ -292,13 +296,9 @@ def arguments(argv: list[str]) -> Arguments:
     p.add_argument("--gpus", type=int, default=1)
     p.add_argument("--gpu-memory", type=size, help="of each GPU")
     p.add_argument("--ram", type=size)
-    p.add_argument("--store", help="a folder on the SSD; without it the SSD is not used")
-    p.add_argument(
-        "--placement",
-        choices=("auto", "gpu", "host", "ssd", "state-ssd"),
-        default="auto",
-        help="store everything in one tier",
-    )
+    p.add_argument("--store", type=Path, help="a folder on the SSD; without it the SSD is not used")
+    tiers = ("auto", "gpu", "host", "ssd", "state-ssd")
+    p.add_argument("--placement", choices=tiers, default="auto", help="store everything in one tier")
     p.add_argument("--rule", action="store_true", help="the plan of the plain rule, without a search")
     p.add_argument("--plan", help="a plan as JSON or YAML, for --seq and --tokens as given")
     p.add_argument("--steps", type=int, default=3)
