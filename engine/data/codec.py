@@ -56,7 +56,7 @@ class Died(Exception):
 class Facts(NamedTuple):
     """What this process knows of tokenizer and template."""
 
-    vocab_size: int
+    vocab_size: int  # all ids are less; some may have no token
     eos: int | None  # id after a text
     eos_token: str | None
     pad: int | None  # id that fills batches up
@@ -221,7 +221,7 @@ class _Programs:
         self._tokenizer = tokenizer = load_tokenizer(folder)
         self._template = template = load_template(tokenizer, choice, date)
         self.facts = Facts(
-            vocab_size=tokenizer.core.get_vocab_size(),
+            vocab_size=max(tokenizer.core.get_vocab().values(), default=-1) + 1,
             eos=tokenizer.eos,
             eos_token=tokenizer.eos_token,
             pad=tokenizer.core.token_to_id(tokenizer.specials.get("pad_token", "")),

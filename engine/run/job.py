@@ -51,6 +51,7 @@ EVALUATING = 0.1  # evaluations' share of a run's time
 COSTS = 1 / 3  # of a trained token's time, an evaluated one's
 TABLES = 64 << 20  # bytes; less is in the reserve of RAM
 SOME_STEPS = 1000  # of a plan without data
+OF_VAL = ("eval_every", "eval_tokens", "export", "patience")  # options that need held-out data
 SMALL = 3_000_000_000  # parameters; below, the default learning rate is doubled
 BYTES = 4  # of text, for a token, where there is no tokenizer
 
@@ -225,7 +226,6 @@ def check_options(o: Options, snapshot: Snapshot | None) -> None:
     table = [
         (not (o.model or o.shape), "no checkpoint given. Try: trireme CHECKPOINT --data FILE, or --demo, or --help."),
         (not (o.data or o.dry_run), "no data given. Name it: --data FILE (.jsonl .json .csv .txt .parquet)."),
-        (o.data and o.export == "best" and not o.val, "--export best needs the loss on held-out data. Give --val."),
         (o.long == "split" and o.method != "sft", f"--long split: --method {o.method} reads whole answers. Take cut."),
         (shared, f"--store {','.join(o.store)}: name a folder of its own on each drive, and not --out."),
         (of_adapter, "--rope-factor of an adapter is in no file. Add --merge."),
@@ -302,6 +302,8 @@ def with_work(o: Options, data: Dataset | None, room: int) -> tuple[Options, Wor
     sequences = min(o.batch_size, data.n_sequences)
     work = Work(room, sequences, steps, data.report.used, data.document, data.trained, data.options.paired)
     if data.held_out is None:
+        if idle := [name for name in OF_VAL if getattr(o, name) not in (Every(), getattr(Options, name))]:
+            raise InputError(f"{flag(idle[0])} is for held-out data, and there is none. Add --val, or leave it out.")
         return o, work
     share = EVALUATING * steps / COSTS / (1 - EVALUATING)  # of a step's tokens, of all evaluations
     if "eval_every" not in o.chosen and o.eval_every == Options.eval_every and share < 11:

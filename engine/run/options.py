@@ -220,6 +220,7 @@ def converted(f: Field[Any], value: Any) -> Any:
     parse, many = f.metadata["parse"], isinstance(f.default, tuple)
     if isinstance(value, Every) or (isinstance(value, bool) and parse is bool):
         return value
+    value = json.dumps(value, default=str) if isinstance(value, dict) and parse is json_object else value
     if parse is bool or isinstance(value, (bool, dict)) or (isinstance(value, (list, tuple)) and not many):
         raise ValueError(f"{str(value)[:60]} is not a value of it")
     as_text = lambda v: os.fspath(v) if isinstance(v, os.PathLike) else str(v)
@@ -293,7 +294,7 @@ class Options(Reading, Method, Machine):
     eval_tokens: Whole = _output("tokens of --val per evaluation [evaluations take a tenth of the run]", N)
     export: str = _output("write the last weights, or those with the lowest loss on --val", EXPORT, "last")
     export_every: Every = _output("complete checkpoints in OUT/step-N, in the same form [never]", WHEN, Every())
-    patience: Whole = _output("stop after N evaluations without improvement [never]", N, needs="val")
+    patience: Whole = _output("stop after N evaluations without improvement [never]", N)
     keep: int = _output("number of snapshots to keep", N, 1)
     keep_state: bool = _output("keep the state of a finished run, for --resume OUT --epochs N", SWITCH, False)
     log: Texts = _output("also log to tensorboard, wandb", LOGS, ())

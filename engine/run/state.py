@@ -362,6 +362,8 @@ def with_teacher(job: Job, place: Folder, snapshot: Snapshot | None) -> Job:
     with screen.clock().at("reference"):
         if not is_scores(scores):
             scores = place.run / "teacher"
+            if snapshot and config_file.saved(job.options)["teacher"] != (began := snapshot.options.get("teacher")):
+                raise InputError(f"--teacher {teacher}: the run began with {began or 'none'}. Leave it out.")
             if not (snapshot and is_scores(scores)):
                 score.write(scores, Path(teacher), sources, teaching.k, job.cfg.vocab, job.options)
         read = [taught(data) for data in sources.values()]

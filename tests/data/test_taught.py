@@ -63,16 +63,12 @@ def test_one_bit_that_is_flipped(tmp_path, data, at):
 
 
 def test_scores_of_something_else(tmp_path, data):
-    scored(tmp_path / "a", data, label=np.zeros(16, np.int32))
-    with pytest.raises(InputError, match="lacks 4"):
-        taught_by(read_names(tmp_path / "a"), data, 99)
-    scored(tmp_path / "b", data, document=np.arange(4) + 7)
-    with pytest.raises(InputError, match="lacks 4"):
-        taught_by(read_names(tmp_path / "b"), data, 99)
-    scored(tmp_path / "c", data, rest=np.zeros(16, np.float64))
-    with pytest.raises(InputError, match="not a file of scores"):
-        taught_by(read_names(tmp_path / "c"), data, 99)
+    others = dict(label=np.zeros(16, np.int32), document=np.arange(4) + 7, rest=np.zeros(16, np.float64))
+    for name, culprit in (("label", "lacks 4"), ("document", "lacks 4"), ("rest", "not a file of scores")):
+        scored(tmp_path / name, data, **{name: others[name]})
+        with pytest.raises(InputError, match=culprit):
+            taught_by(read_names(tmp_path / name), data, 99)
     for content in ("{", "{}", '{"format": "trireme scores 1"}'):
-        (tmp_path / "c" / NAMES).write_text(content)
+        (tmp_path / "rest" / NAMES).write_text(content)
         with pytest.raises(InputError, match=NAMES):
-            read_names(tmp_path / "c")
+            read_names(tmp_path / "rest")

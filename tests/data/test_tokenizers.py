@@ -97,6 +97,7 @@ def test_dropout_truncation_and_ends(tmp_path):
     make_tokenizer(tmp_path, chat_template=CHATML, eos_token="</s>")
     spec = json.loads((tmp_path / "tokenizer.json").read_text())
     spec["model"]["dropout"] = 0.5
+    spec["model"]["vocab"]["far"] = 300
     (tmp_path / "tokenizer.json").write_text(json.dumps(spec))
     (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": [1, 3]}))
     found = load_tokenizer(tmp_path)
@@ -104,6 +105,7 @@ def test_dropout_truncation_and_ends(tmp_path):
     assert found.stops == ("</s>", "<|im_end|>")
     codec = load_codec(tmp_path)
     assert codec.facts.template_notes == ()
+    assert codec.facts.vocab_size == 301
     assert codec.prompt("ab") == [0, 68, 69]
     assert codec.parts([0, 68, 69], [1, 3]) == ["<s>", "ab"]
     codec.close()

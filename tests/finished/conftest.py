@@ -13,9 +13,9 @@ from trireme.engine.run.loop import train
 
 @pytest.fixture(scope="session")
 def byte_model(tmp_path_factory) -> Path:
-    """A random model whose tokens are bytes, with a chat template."""
+    """A random model whose tokens are bytes, of a vocabulary padded by 10, with a chat template."""
     folder = tmp_path_factory.mktemp("bytes") / "model"
-    reference, _ = oracle("llama", LLAMA | dict(vocab_size=260, max_position_embeddings=256, eos_token_id=1))
+    reference, _ = oracle("llama", LLAMA | dict(vocab_size=270, max_position_embeddings=256, eos_token_id=1))
     reference.save_pretrained(folder)
     make_tokenizer(folder, chat_template=CHATML, tokenizer_class="PreTrainedTokenizerFast")
     (folder / "generation_config.json").unlink()

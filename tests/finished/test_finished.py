@@ -142,6 +142,16 @@ def test_log_probabilities_are_those_of_transformers(scored):
     assert np.allclose(scores["rest"][:n], rest.numpy(), atol=1e-3)
 
 
+def test_ids_without_a_token_are_no_likely_ones(byte_model, said, tmp_path):
+    """They are the rest: a student's vocabulary may have other padding."""
+    (tmp_path / "a.txt").write_text("the cat sat on the mat")
+    said("score", byte_model, "--data", tmp_path / "a.txt", "--out", tmp_path / "scores", "--top-k", "256")
+    scores = load_file(tmp_path / "scores/000/part-00000.safetensors")
+    assert scores["ids"].max() <= 260
+    shares = np.exp(scores["logps"].astype(float)).sum(1) + np.exp(scores["rest"])
+    assert np.allclose(shares, 1, atol=2e-2)
+
+
 @pytest.mark.full
 def test_scores_are_continued_and_never_mixed(scored, tmp_path):
     """Parts that are there stay, damaged ones are made again, and others' are refused."""
@@ -166,13 +176,11 @@ def test_scores_are_continued_and_never_mixed(scored, tmp_path):
 REFUSED = {  # case -> (words, what the line names); FULL, CLASSES, ADAPTER: folders of finished runs
     "no folder": (["eval", "nowhere", "--data", "x.txt"], "nowhere"),
     "no data": (["eval", "FULL"], "--data FILE"),
-    "no data of that name": (["eval", "FULL", "--data", "nope.txt"], "nope.txt"),
     "a base without an adapter": (["eval", "FULL", "--model", "x", "--data", "x.txt"], "adapter_config.json"),
     "too long": (["eval", "FULL", "--data", "x.txt", "--seq-len", "99999"], "positions"),
     "a reference without a method": (["eval", "FULL", "--data", "x.txt", "--reference", "FULL"], "--reference"),
     "preferences of a classifier": (["eval", "CLASSES", "--data", "x.txt", "--method", "dpo"], "--method"),
     "a number format of training": (["eval", "FULL", "--data", "x.txt", "--dtype", "fp8"], "--dtype"),
-    "an unknown option": (["eval", "FULL", "--data", "x.txt", "--rank", "3"], "rank"),
     "text of a classifier": (["sample", "CLASSES", "--prompt", "x"], "trireme score"),
     "no prompt": (["sample", "FULL"], "--prompt TEXT"),
     "two kinds of prompts": (["sample", "FULL", "--prompt", "x", "--chat"], "--chat"),

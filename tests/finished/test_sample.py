@@ -97,12 +97,6 @@ def test_generation_config_is_the_default(case, here, said):
     assert words in said("sample", "own", "--prompt", "x", "--max-new-tokens", "2", *options)[1]
 
 
-def test_what_a_copy_of_the_model_would_lack_is_not_said(here, said):
-    generation()
-    Path("own/special_tokens_map.json").symlink_to(here / "model/config.json")
-    assert "special_tokens_map" not in said("sample", "own", "--prompt", "x", "--max-new-tokens", "2")[1]
-
-
 def test_a_value_of_generation_config_that_cannot_be_meant(here, said):
     generation(do_sample=True, temperature="hot")
     assert "temperature" in said("sample", "own", "--prompt", "x", code=2)[1].splitlines()[-1]

@@ -91,7 +91,8 @@ def test_yaml_gives_back_the_options_from_any_folder(o, names, tmp_path_factory)
 @settings(max_examples=20, deadline=None)
 @given(o=options())
 def test_python_gives_back_the_options(o):
-    given = {name: getattr(o, name) for name in OPTIONS}
+    objects = {"chat_template_kwargs": json.loads(o.chat_template_kwargs or "null")}  # also as what they say
+    given = {name: getattr(o, name) for name in OPTIONS} | objects
     assert Options.of({name: value for name, value in given.items() if value not in (None, "")}) == o
 
 

@@ -167,6 +167,16 @@ def test_other_data_and_another_model_are_refused(stopped_run, checkpoint, tmp_p
 
 
 @pytest.mark.full
+def test_another_teacher_is_refused(checkpoint, tmp_path, monkeypatch):
+    run = options(checkpoint, tmp_path / "out", "ram", teacher=str(checkpoint / "checkpoint"), top_k=4)
+    stopped(run, 2, monkeypatch)
+    other = shutil.copytree(run.teacher, tmp_path / "other")
+    with pytest.raises(InputError, match=f"--teacher {other}"):
+        train(replace(run, resume=run.out, teacher=str(other)))
+    train(replace(run, resume=run.out))
+
+
+@pytest.mark.full
 def test_a_moved_run_goes_on(stopped_run, uninterrupted, tmp_path):
     moved = tmp_path / "moved"
     shutil.copytree(stopped_run.out, moved)

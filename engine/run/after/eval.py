@@ -18,7 +18,7 @@ from trireme.models.config import InputError
 from trireme.models.losses.preferences import Preference
 
 
-def run(o: Eval) -> int:
+def run(o: Eval) -> None:
     """The command. Results go to standard output, all other lines to standard error."""
     with screen.to(sys.stderr):
         results = list(losses(o))
@@ -26,7 +26,6 @@ def run(o: Eval) -> int:
         others = {key.removeprefix("rewards/"): f"{value:.4g}" for key, value in result.items()}
         shown = "  ".join(f"{key} {value}" for key, value in others.items() if key not in ("loss", "labels"))
         screen.say(f"eval     {name}: loss {result['loss']:.4f}  {shown}")
-    return 0
 
 
 def losses(o: Eval) -> Iterator[dict[str, float]]:
@@ -52,18 +51,16 @@ def prepared(f: Finished, o: Eval) -> tuple[Eval, list[Dataset], Preference | No
     codec = f.codec(o)
     data = [read_data(f, o, codec, name, kind) for name in o.data]
     if preference and preference.compares:
-        seq_len = data[0].options.room
         before = _reference(f, o, data)
         screen.say(f"compared with {before.name}")
-        with computing(before, o, seq_len) as e:
+        with computing(before, o, data[0].options.room) as e:
             data = [replace(d, reference=np.array(e.logps([d]))) for d in data]
     return o, data, preference
 
 
 def figures(f: Finished, o: Eval, data: list[Dataset], preference: Preference | None) -> Iterator[dict[str, float]]:
     """As `losses`, of a model with the tokens and the head of the one for which the data were prepared."""
-    seq_len = data[0].options.room
-    with computing(f, o, seq_len) as e:
+    with computing(f, o, data[0].options.room) as e:
         for read in data:
             loss, others = e.loss(read, preference)
             perplexity = {} if preference or f.cfg.scores else {"perplexity": math.exp(min(loss, 50.0))}

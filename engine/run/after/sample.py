@@ -93,7 +93,7 @@ class Speaker:
         return answers
 
 
-def run(o: Sample) -> int:
+def run(o: Sample) -> None:
     """The command. Text goes to standard output, all other lines to standard error."""
     if sum(map(bool, (o.prompt, o.prompts, o.chat))) != 1:
         raise InputError("one of --prompt TEXT, --prompts FILE and --chat is needed.")
@@ -112,7 +112,6 @@ def run(o: Sample) -> int:
                     screen.say(f"prompt   {o.prompt[i]}")
                 speaker.answers([ids], i, write)
                 write("\n")
-    return 0
 
 
 @contextmanager

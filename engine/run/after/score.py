@@ -64,7 +64,7 @@ LEAST_F16 = np.finfo(np.float16).min
 Tables = dict[str, np.ndarray]  # as a part's
 
 
-def run(o: Score) -> int:
+def run(o: Score) -> None:
     """The command. Results go to standard output, all other lines to standard error."""
     if not o.data or not o.out:
         raise InputError("score needs --data FILE and --out DIR.")
@@ -81,7 +81,6 @@ def run(o: Score) -> int:
     for line in lines:
         screen.say(f"score    {line}")
     screen.say(f"output   {folder}/: {', '.join(sorted(path.name for path in folder.iterdir()))}")
-    return 0
 
 
 def write(folder: Path, teacher: Path, sources: Mapping[str, Dataset], k: int, below: int, options: Options) -> None:
@@ -101,9 +100,8 @@ def write(folder: Path, teacher: Path, sources: Mapping[str, Dataset], k: int, b
 def _write_answers(f: Finished, o: Score, codec: Codec | None, folder: Path) -> list[str]:
     """Writes a label or a reward for each row; returns a line for each file."""
     sources, lines = [opened.read_data(f, o, codec, name, "classes", labelled=False) for name in o.data], list[str]()
-    seq_len = sources[0].options.room
     folder.mkdir(parents=True, exist_ok=True)
-    with opened.computing(f, o, seq_len) as e:
+    with opened.computing(f, o, sources[0].options.room) as e:
         for i, (name, data) in enumerate(zip(o.data, sources, strict=True)):
             records = _records(f, e, data)
             content = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
@@ -146,7 +144,8 @@ def _write_scores(
     """Writes the parts that are not there of sources by name; returns a line for each. The k most likely tokens are
     among ids less than `below`. Raises InputError if the folder holds other scores.
     """
-    first, below, lines = next(iter(sources.values())), min(below, f.cfg.vocab), list[str]()
+    first, lines = next(iter(sources.values())), list[str]()
+    below = min(below, f.cfg.vocab, first.codec.facts.vocab_size if first.codec else below)  # no padded rows of output
     k, vocabulary, seq_len = min(k, below), first.codec.vocabulary() if first.codec else "", first.options.room
     content = {"format": FORMAT, "model": str(Path(f.name).resolve()), "tokenizer": vocabulary, "top_k": k}
     files = [{file.meta["key"]: file.n_documents for file in data.files} for data in sources.values()]

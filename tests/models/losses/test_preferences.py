@@ -89,18 +89,14 @@ def test_losses_and_derivatives_are_those_of_the_formulas(case, weights, shift):
 
 
 def test_metrics_have_trl_s_names():
-    p = of("dpo")
     docs, values = documents("dpo")
-    rewards = in_torch(p, docs, torch.tensor(values))[1].numpy()
+    rewards = in_torch(of("dpo"), docs, torch.tensor(values))[1].numpy()
     chosen, rejected = rewards[::2], rewards[1::2]
-    assert compare(p, docs, values).metrics() == pytest.approx({
+    assert compare(of("dpo"), docs, values).metrics() == pytest.approx({
         "rewards/chosen": chosen.mean(), "rewards/rejected": rejected.mean(),
         "rewards/accuracies": (chosen > rejected).mean(), "rewards/margins": (chosen - rejected).mean(),
         "logps/chosen": values[::2].mean(), "logps/rejected": values[1::2].mean(),
     })  # fmt: skip
-
-
-def test_metrics_of_rewards_have_trl_s_names():
     docs, values = documents("reward")
     good, bad = values[::2], values[1::2]
     assert compare(of("reward"), docs, values).metrics() == pytest.approx({
