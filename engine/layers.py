@@ -108,9 +108,8 @@ def head_losses(
 
     `parts`: with a teacher, the sums of the two parts of the losses are appended, (2,) fp64.
     """
-    losses = head.head_loss(
-        cfg, top, x, at.labels, at.loss_rows, scale, gradients, dx, at.factors, at.shares, at.correct
-    )
+    of = head.Targets(at.labels, at.loss_rows, at.factors, at.shares, at.correct)
+    losses = head.head_loss(cfg, top, x, of, scale, gradients, dx)
     losses = losses if at.factors is None else losses * at.factors
     if at.shares is None or not cfg.teaching:
         return losses

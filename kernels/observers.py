@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, Protocol
 
 
@@ -18,23 +18,15 @@ class Observer(Protocol):
     def launch(self, kernel: str, args: tuple[Any, ...]) -> None: ...
 
 
-class _Local(threading.local):
-    def __init__(self) -> None:
-        self.observers: list[Observer] = []
-
-
-_local = _Local()
+_observers: ContextVar[tuple[Observer, ...]] = ContextVar("observers", default=())  # of a thread
+observers = _observers.get
 
 
 @contextmanager
 def observing(observer: Observer) -> Iterator[None]:
     """Tells an observer of the ops and launches of this thread."""
-    _local.observers.append(observer)
+    before = _observers.set((*observers(), observer))
     try:
         yield
     finally:
-        _local.observers.remove(observer)
-
-
-def observers() -> list[Observer]:
-    return _local.observers
+        _observers.reset(before)

@@ -100,7 +100,7 @@ def norm_bwd(
     Adds to dweight_ and dbias_, which are None where frozen.
     """
     dyf, xf, rstd = upcast(dy), upcast(x), stats.rstd[..., None]
-    s, slope = (None, None) if gate is None else _silu(upcast(gate))
+    s, slope = (None, None) if gate is None else silu(upcast(gate))
     u = xf * s if s is not None and kind.gate_first else xf
     dn = dyf * s if s is not None and not kind.gate_first else dyf
     n = (u if stats.mean is None else u - stats.mean[..., None]) * rstd
@@ -172,7 +172,8 @@ _GELU_K, _GELU_C = 0.7978845608028654, 0.044715  # sqrt(2 / pi); GPT-2
 ALPHA = 1.702  # of the clamped SwiGLU
 
 
-def _silu(x: Tensor) -> tuple[Tensor, Tensor]:
+def silu(x: Tensor) -> tuple[Tensor, Tensor]:
+    """(silu(x), its derivative); so the others."""
     s = torch.sigmoid(x)
     return x * s, s * (1 + x * (1 - s))
 
@@ -192,7 +193,7 @@ def _relu2(x: Tensor) -> tuple[Tensor, Tensor]:
     return x.relu() ** 2, 2 * x.relu()
 
 
-_ACTS = {"silu": _silu, "gelu": _gelu_tanh, "exact gelu": _gelu_erf, "relu2": _relu2}
+_ACTS = {"silu": silu, "gelu": _gelu_tanh, "exact gelu": _gelu_erf, "relu2": _relu2}
 
 
 def _parts(h: Tensor, act: Act) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -240,18 +240,9 @@ def uniform(
 
 
 # Fields that a plan adds, that say how files spell the model, or that a run may change.
-NOT_COMPARED = (
-    "trains",
-    "halves",
-    "at_once",
-    "slices",
-    "media",
-    "packing",
-    "packed",
-    "teaching",
-    "smoothing",
-    "score_std",
-)
+NOT_COMPARED = {
+    "trains", "halves", "at_once", "slices", "media", "packing", "packed", "teaching", "smoothing", "score_std",
+}  # fmt: skip
 
 
 def numbers(cfg: ModelConfig) -> dict[str, Any]:

@@ -54,6 +54,16 @@ class Shares(NamedTuple):
     rest: Tensor  # (M,) fp32
 
 
+class Targets(NamedTuple):
+    """What N tokens are compared with."""
+
+    labels: Tensor  # (N,) int64: the next tokens
+    rows: Tensor  # (M,) int64: the tokens that count
+    factors: Tensor | None = None  # (N,) fp32, of losses; None: 1
+    shares: Shares | None = None  # then the loss is that of cfg.teaching, without smoothing
+    correct: Tensor | None = None  # (1,) fp64: each label that no token is likelier than adds its factor
+
+
 class Scored(NamedTuple):
     """Losses of M documents by a score head: cross-entropy of a class, or with one label the negative score."""
 
@@ -119,56 +129,41 @@ def final_norm(cfg: ModelConfig, w: HeadWeights, x: Tensor) -> tuple[Tensor, Sta
 
 
 def head_loss(
-    cfg: ModelConfig,
-    w: HeadWeights,
-    x: Tensor,
-    labels: Tensor,
-    loss_rows: Tensor,
-    scale: float,
-    g: HeadWeights | None = None,
-    dx: Tensor | None = None,
-    factors: Tensor | None = None,
-    shares: Shares | None = None,
-    correct_: Tensor | None = None,
+    cfg: ModelConfig, w: HeadWeights, x: Tensor, of: Targets, scale: float, g: HeadWeights | None, dx: Tensor | None
 ) -> Tensor:
     """Loss of each token, (N,) fp32; with g and dx also the gradients of scale * sum(factors * loss).
 
-    x (N, D); labels (N,) int64 are the next tokens; loss_rows (M,) int64 the tokens that count; factors (N,) fp32 of
-    the losses, None: 1. w and g are from `with_output`. Fills dx and adds to g where trained. Labels are smoothed by
-    cfg.smoothing if dx is given. The number of labels than which no token is likelier, each times its factor, is added
-    to correct_ (1,) fp64.
-
-    With `shares` the loss is that of cfg.teaching, without smoothing and correct_; the result is its two parts, (2, N):
-    cross-entropy and divergence.
+    x (N, D). w and g are from `with_output`. Fills dx and adds to g where trained. Labels are smoothed by cfg.smoothing
+    if dx is given. With `shares` the result is the two parts of the loss, (2, N): cross-entropy and divergence.
 
     With a score head labels are classes, each at the one token of a document that is scored; losses are as in Scored.
     """
     if cfg.scores:
-        return _score_loss(w, x, labels, loss_rows, scale, g, dx, factors, correct_)
+        return _score_loss(w, x, of, scale, g, dx)
     y, stats = final_norm(cfg, w, x)
     out, taught = _trained_output(g), None
-    if shares is not None:
+    if of.shares is not None:
         assert cfg.teaching is not None
-        assert correct_ is None
-        taught = ops.Taught(*shares, cfg.teaching.weight, cfg.teaching.temperature)
-    hits = None if correct_ is None else torch.zeros_like(labels, dtype=torch.uint8)
+        assert of.correct is None
+        taught = ops.Taught(*of.shares, cfg.teaching.weight, cfg.teaching.temperature)
+    hits = None if of.correct is None else torch.zeros_like(of.labels, dtype=torch.uint8)
     losses = ops.linear_cross_entropy(
         y,
         w.matrix,
-        labels,
-        loss_rows,
+        of.labels,
+        of.rows,
         scale,
         out,
         dx,
         chunk=rows_of_loss(cfg, len(x), 4 if out is None else out.itemsize),
         cap=cfg.logit_cap,
-        factors=factors,
+        factors=of.factors,
         smoothing=cfg.smoothing if dx is not None and taught is None else 0.0,
         hits_=hits,
         taught=taught,
     )
-    if correct_ is not None and hits is not None:
-        correct_.add_((hits if factors is None else hits * factors).sum(dtype=torch.float64))
+    if of.correct is not None and hits is not None:
+        of.correct.add_((hits if of.factors is None else hits * of.factors).sum(dtype=torch.float64))
     if dx is not None:
         assert g is not None
         if cfg.logit_scale != 1.0:
@@ -193,15 +188,7 @@ def _of_labels(scores: Tensor, labels: Tensor) -> Scored:
 
 
 def _score_loss(
-    w: HeadWeights,
-    x: Tensor,
-    labels: Tensor,
-    loss_rows: Tensor,
-    scale: float,
-    g: HeadWeights | None,
-    dx: Tensor | None,
-    factors: Tensor | None,
-    correct_: Tensor | None,
+    w: HeadWeights, x: Tensor, of: Targets, scale: float, g: HeadWeights | None, dx: Tensor | None
 ) -> Tensor:
     """head_loss with a score head: norm and scores of the M rows alone, the scores in fp32."""
     losses, matrix = torch.zeros(len(x), dtype=torch.float32, device=x.device), w.matrix.float()
@@ -209,13 +196,13 @@ def _score_loss(
     d_out = None if g_out is None else torch.zeros_like(matrix)
     if dx is not None:
         dx.zero_()
-    for rows in loss_rows.split(SCORE_ROWS) if len(loss_rows) else ():
-        some, by = x[rows], torch.ones_like(rows, dtype=torch.float32) if factors is None else factors[rows]
+    for rows in of.rows.split(SCORE_ROWS) if len(of.rows) else ():
+        some, by = x[rows], torch.ones_like(rows, dtype=torch.float32) if of.factors is None else of.factors[rows]
         y, stats = norm(some, w.norm)
-        scored = _of_labels(y.float() @ matrix.T, labels[rows])
+        scored = _of_labels(y.float() @ matrix.T, of.labels[rows])
         losses[rows] = scored.losses
-        if correct_ is not None:
-            correct_.add_((scored.hits * by).sum(dtype=torch.float64))
+        if of.correct is not None:
+            of.correct.add_((scored.hits * by).sum(dtype=torch.float64))
         if dx is not None:
             assert g is not None
             slopes = scored.slopes * (scale * by)[:, None]

@@ -47,14 +47,13 @@ class Linear(NamedTuple):
 class Gradient(NamedTuple):
     """A gradient dy (N, out), prepared by `upstream` for the matmuls of backward."""
 
-    codes: ops.Quantized | None  # in fp8
-    dtype: torch.dtype  # of dy
-    dy: Tensor | None = None  # dy itself, where something does not read codes
+    dtype: torch.dtype
+    dy: Tensor | None  # itself, where something does not read codes
+    codes: ops.Quantized | None = None  # in fp8
     dh: Tensor | None = None  # (N, K R): gradient of the input of the adapters' second matmuls
 
 
 Operand = Tensor | ops.Quantized  # x (N, in), or its codes for a layer that takes_codes
-Upstream = Tensor | Gradient
 
 
 def columns_alone(x: Operand) -> Operand:
@@ -104,35 +103,28 @@ def add_linear_(out_: Tensor, x: Operand, w: Linear, times: float) -> None:
         lora.add_(out_, x, w.adapters, times)
 
 
-def upstream(dy: Upstream, w: Linear, g: Linear) -> Upstream:
+def upstream(dy: Tensor | Gradient, w: Linear, g: Linear) -> Gradient:
     """Prepares dy (N, out) for linear_backward and add_gradients_: what both need is computed once."""
     if isinstance(dy, Gradient):
         return dy
     dh = None if w.adapters is None else lora.down_gradient(dy, w.adapters)
     if not w.fp8:
-        return dy if dh is None else Gradient(None, dy.dtype, dy, dh)
+        return Gradient(dy.dtype, dy, None, dh)
     needed = w.bias is not None or w.adapters is not None
-    return Gradient(ops.quantize(dy, columns=trained(g.weight)), dy.dtype, dy if needed else None, dh)
+    return Gradient(dy.dtype, dy if needed else None, ops.quantize(dy, columns=trained(g.weight)), dh)
 
 
-def _down_gradient(dy: Upstream) -> Tensor:
-    assert isinstance(dy, Gradient)
-    assert dy.dh is not None
-    return dy.dh
-
-
-def linear_backward(dy: Upstream, w: Linear) -> Tensor:
-    """The gradient of x (N, in), given dy (N, out) from `upstream`."""
-    if isinstance(dy, Gradient) and dy.codes is not None:
+def linear_backward(dy: Gradient, w: Linear) -> Tensor:
+    """The gradient of x (N, in), given that of the result."""
+    if dy.codes is not None:
         rows = dy.codes.rows
         assert rows is not None
         dx = _matmul(dy.codes, w, False, rows.new_empty((len(rows), w.features[0]), dtype=dy.dtype))
     else:
-        plain = dy.dy if isinstance(dy, Gradient) else dy
-        assert plain is not None
-        dx = torch.mm(plain, w.weight.T)
-    if w.adapters is not None:
-        lora.add_backward_(dx, _down_gradient(dy), w.adapters)
+        assert dy.dy is not None
+        dx = torch.mm(dy.dy, w.weight.T)
+    if w.adapters is not None and dy.dh is not None:
+        lora.add_backward_(dx, dy.dh, w.adapters)
     return dx
 
 
@@ -155,9 +147,9 @@ def _codes(weight: Tensor) -> tuple[Tensor, Tensor]:
     return order, codes.scale
 
 
-def add_gradients_(g: Linear, w: Linear, x: Operand, dy: Upstream) -> None:
-    """Adds the gradients of the trained weights to g, given x (N, in) and dy (N, out) from `upstream`."""
-    codes, plain = (dy.codes, dy.dy) if isinstance(dy, Gradient) else (None, dy)
+def add_gradients_(g: Linear, w: Linear, x: Operand, dy: Gradient) -> None:
+    """Adds the gradients of the trained weights to g, given x (N, in) and the gradient of the result."""
+    _, plain, codes, dh = dy
     if codes is not None and trained(g.weight):
         columns = ops.quantize(x, rows=False, columns=True) if isinstance(x, Tensor) else x
         if g.weight.is_contiguous():
@@ -175,9 +167,8 @@ def add_gradients_(g: Linear, w: Linear, x: Operand, dy: Upstream) -> None:
             add_matmul_(g.weight.T, plain, x)
     if g.bias is not None and trained(g.bias):
         ops.bias_bwd_(g.bias, plain)
-    if g.adapters is not None and w.adapters is not None:
+    if g.adapters is not None and w.adapters is not None and dh is not None:
         assert isinstance(x, Tensor)
-        dh = _down_gradient(dy)
         for part, read in lora.inputs(x, w.adapters):
             add_matmul_(g.adapters.a[part], dh[:, part], read)
             del read

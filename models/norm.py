@@ -9,9 +9,9 @@ from torch import Tensor
 
 from trireme.kernels import ops
 from trireme.models.linear import (
+    Gradient,
     Linear,
     Operand,
-    Upstream,
     add_gradients_,
     if_trained,
     linear_backward,
@@ -101,7 +101,7 @@ def norm_backward(
 
 
 def normed_linear_backward(
-    w: tuple[Norm | None, Linear], g: tuple[Norm | None, Linear], x: Tensor, d: Upstream, dy: Tensor, dx: Tensor
+    w: tuple[Norm | None, Linear], g: tuple[Norm | None, Linear], x: Tensor, d: Gradient, dy: Tensor, dx: Tensor
 ) -> None:
     """Fills dx (N, D): the gradient of x through a norm and the linear layer that reads it, plus dy. Adds to g.
 

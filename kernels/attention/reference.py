@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from trireme.kernels.attention.docs import Docs
-from trireme.kernels.reference import add_, soft_cap, upcast
+from trireme.kernels.reference import add_, silu, soft_cap, upcast
 
 
 def _scores(q: Tensor, k: Tensor, scale: float, window: int, cap: float) -> Tensor:
@@ -119,4 +119,4 @@ def _gating(z: Tensor, act: str) -> tuple[Tensor, Tensor]:
     s = torch.sigmoid(z)
     if act == "softplus":
         return torch.nn.functional.softplus(z), s
-    return (s, s * (1 - s)) if act == "sigmoid" else (z * s, s * (1 + z * (1 - s)))
+    return (s, s * (1 - s)) if act == "sigmoid" else silu(z)

@@ -7,16 +7,14 @@ formulas these are.
 
 from __future__ import annotations
 
-from functools import cache
-
-import torch
 from torch import Tensor
 
 from trireme.kernels.compiler import tl, triton
 from trireme.kernels.launch import cdiv
 from trireme.kernels.launcher import await_previous, launcher
 from trireme.kernels.packed.e4m3 import tile, tiling
-from trireme.kernels.packed.reference import GROUP, NF4, Adapters
+from trireme.kernels.packed.nf4 import table
+from trireme.kernels.packed.reference import GROUP, Adapters
 
 ROWS, COLUMNS = 16, 128  # of a program over groups; not measured
 LARGEST_GROUP = 256
@@ -128,16 +126,10 @@ def _nf4_round(
     tl.store(p_out + o, (tl.load(p_table + b_code) * b_most).to(p_out.dtype.element_ty), mask)
 
 
-@cache
-def _table(device: torch.device) -> Tensor:
-    """The numbers, and the middles between them."""
-    return torch.cat([NF4, (NF4[1:] + NF4[:-1]) / 2]).to(device)
-
-
 def nf4_round(x: Tensor, adapters: Adapters | None, out: Tensor) -> None:
     """Rounds x (M, R, C) fp32 plus adapters to NF4."""
     grid, sums, sizes = _arguments(x, adapters, out, GROUP)
-    _nf4_round[grid](x, *sums, _table(x.device), out, *sizes, num_warps=4)
+    _nf4_round[grid](x, *sums, table(x.device), out, *sizes, num_warps=4)
 
 
 @launcher

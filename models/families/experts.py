@@ -95,8 +95,7 @@ def parse_experts(keys: Keys, family: ExpertKeys | None, layers: int) -> list[Ex
         return none
     if not family.latent_key:
         keys.refuse_unless("moe_latent_size", (None,))
-    for name, accepted in (REFUSED if family.groups else REFUSED | UNGROUPED).items():
-        keys.refuse_unless(name, accepted)
+    keys.only(REFUSED if family.groups else REFUSED | UNGROUPED)
     counted = family.count_key
     for name in (counted, family.chosen_key):
         keys = _one(keys, name, layers)

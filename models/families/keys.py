@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping
 from typing import Any
 
 
@@ -71,6 +72,11 @@ class Keys:
         if value not in accepted:
             listing = ", ".join("absent" if v is None else json.dumps(v) for v in dict.fromkeys(accepted))
             raise InputError(f'{self.where}: "{name}": {_shown(value)} is not supported. Supported: {listing}.')
+
+    def only(self, accepted: Mapping[str, tuple[Any, ...]] | None = None, /, **more: tuple[Any, ...]) -> None:
+        """refuse_unless of several keys -> their accepted values."""
+        for name, values in {**(accepted or {}), **more}.items():
+            self.refuse_unless(name, values)
 
 
 def is_number(value: Any) -> bool:

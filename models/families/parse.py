@@ -40,8 +40,7 @@ SUPPORTED = (*(name for name, family in FAMILIES.items() if not family.inner), *
 def fields(raw: dict[str, Any], where: str) -> dict[str, Any]:
     """The fields of a decoded config.json, which `where` names in errors. Raises InputError if it is not supported."""
     model_type = raw.get("model_type")
-    for name, accepted in ELSEWHERE.items():
-        Keys(raw, where).refuse_unless(name, accepted)
+    Keys(raw, where).only(ELSEWHERE)
     if model_type not in SUPPORTED:
         why = why_not(model_type, SUPPORTED)
         raise InputError(f'{where}: model_type "{shown(str(model_type))}" is not supported: {why}')
@@ -58,9 +57,7 @@ def _of_text(raw: dict[str, Any], where: str, model_type: str) -> dict[str, Any]
     raw = _renamed(raw, family, where)
     keys = Keys(block_types(raw, where) if family.single else raw, where)
     keys.refuse_unless("is_causal", (True,), True)
-    for name, accepted in (INERT | family.only).items():
-        if name not in family.accepts or name in family.only:
-            keys.refuse_unless(name, accepted)
+    keys.only({name: accepted for name, accepted in INERT.items() if name not in family.accepts} | family.only)
     packing, packed = packing_of(keys, family.packings, family.names, family.carried)
     spelled = family.spelled
     width, layers = keys.count(spelled["width"]), keys.count(spelled["n_layers"], most=MOST_LAYERS)

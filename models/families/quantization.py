@@ -101,9 +101,9 @@ def _unsupported(where: str, method: object, what: str, key: str = "quantization
 
 
 def _fp8(keys: Keys, names: Names) -> tuple[Packing, tuple[str, ...]]:
-    keys.refuse_unless("fmt", (None, "e4m3", "float8_e4m3fn"))
-    keys.refuse_unless("expert_dtype", (None, "fp8", "fp4"))
-    keys.refuse_unless("scale_fmt", (None, "float", "ue8m0"))
+    keys.only(
+        fmt=(None, "e4m3", "float8_e4m3fn"), expert_dtype=(None, "fp8", "fp4"), scale_fmt=(None, "float", "ue8m0")
+    )
     block = FP8.block
     if "weight_block_size" in keys.raw:
         block = (WHOLE, WHOLE) if keys.raw["weight_block_size"] is None else _pair(keys, "weight_block_size")
@@ -117,10 +117,8 @@ def _fp8(keys: Keys, names: Names) -> tuple[Packing, tuple[str, ...]]:
 
 
 def _nf4(keys: Keys, names: Names) -> tuple[Packing, tuple[str, ...]]:
-    keys.refuse_unless("load_in_8bit", (None, False))
-    keys.refuse_unless("load_in_4bit", (True,))
+    keys.only(load_in_8bit=(None, False), load_in_4bit=(True,), bnb_4bit_quant_storage=(None, "uint8"))
     keys.refuse_unless("bnb_4bit_quant_type", ("nf4",), "fp4")
-    keys.refuse_unless("bnb_4bit_quant_storage", (None, "uint8"))
     return NF4, _blocks(names, _left_out(keys, "llm_int8_skip_modules"))
 
 
@@ -171,47 +169,39 @@ def _weights(keys: Keys, name: str, group: Any) -> Keys:
 
 def _float(weights: Keys) -> Packing:
     """fp8 with scales by row, tensor, block, or group of columns."""
-    weights.refuse_unless("num_bits", (8,))
-    weights.refuse_unless("type", ("float",))
+    weights.only(num_bits=(8,), type=("float",), strategy=("channel", "tensor", "block", "group"))
     weights.refuse_unless("symmetric", (True,), True)
-    weights.refuse_unless("strategy", ("channel", "tensor", "block", "group"))
     if weights.raw["strategy"] == "block":
         return BY_ROW.scaled(*_pair(weights, "block_structure"))
     if weights.raw["strategy"] == "group":
-        return BY_ROW.scaled(1, _group(weights, "group_size"))
+        return BY_ROW.scaled(1, _group(weights))
     return BY_ROW.scaled(1 if weights.raw["strategy"] == "channel" else WHOLE, WHOLE)
 
 
 def _mxfp8(weights: Keys) -> Packing:
     """fp8 with a power of two by group of columns."""
-    weights.refuse_unless("strategy", ("group",))
-    weights.refuse_unless("group_size", (MX.block[1],))
+    weights.only(strategy=("group",), group_size=(MX.block[1],))
     packing = _float(weights)
     codes, scales = packing.parts
     return replace(packing, parts=(codes, replace(scales, dtypes=BYTES)))
 
 
 def _int4(weights: Keys) -> Packing:
-    weights.refuse_unless("num_bits", (4,))
-    weights.refuse_unless("type", ("int",))
-    weights.refuse_unless("strategy", ("group", "channel"))
+    weights.only(num_bits=(4,), type=("int",), strategy=("group", "channel"))
     weights.refuse_unless("actorder", (None, False, "static", "weight"))  # others have columns in an order of their own
-    size = _group(weights, "group_size") if weights.raw["strategy"] == "group" else WHOLE
+    size = _group(weights) if weights.raw["strategy"] == "group" else WHOLE
     return replace(INT4 if weights.flag("symmetric", True) else INT4_ZEROS, block=(1, size))
 
 
 def _fp4(packing: Packing, strategy: str, weights: Keys) -> Packing:
-    weights.refuse_unless("num_bits", (4,))
-    weights.refuse_unless("type", ("float",))
+    weights.only(num_bits=(4,), type=("float",), strategy=(strategy,), group_size=(packing.block[1],))
     weights.refuse_unless("symmetric", (True,), True)
-    weights.refuse_unless("strategy", (strategy,))
-    weights.refuse_unless("group_size", (packing.block[1],))
     return packing
 
 
-def _group(keys: Keys, name: str) -> int:
+def _group(keys: Keys) -> int:
     """Columns that share a scale; -1 is all."""
-    return WHOLE if keys.raw.get(name) == -1 else keys.count(name, most=1 << 20)
+    return WHOLE if keys.raw.get("group_size") == -1 else keys.count("group_size", most=1 << 20)
 
 
 def _pair(keys: Keys, name: str) -> tuple[int, int]:

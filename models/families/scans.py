@@ -113,8 +113,7 @@ def parse_scan(
     """
     if family is None:
         return [None] * layers
-    for name, accepted in MEANT.items():
-        keys.refuse_unless(name, accepted)
+    keys.only(MEANT)
     if isinstance(family, MambaKeys):
         return _mamba(keys, family, layers, width)
     return _delta(keys, family, layers, width, heads)
@@ -170,8 +169,7 @@ def _mamba(keys: Keys, family: MambaKeys, layers: int, width: int) -> list[Scan 
         raise keys.error(family.groups[0], f"a divisor of {family.heads[0]} = {heads}")
     for key, d in ((name, head_dim), (family.state[0], state)):
         _check(keys, key, d, taps, family.taps[0])
-    for name in family.biases:
-        keys.refuse_unless(name, (None, False))
+    keys.only(dict.fromkeys(family.biases, (None, False)))
     low, high = (keys.number(family.least, 0.001), 0.0) if family.least else _limits(keys)
     bias = keys.flag(family.conv_bias, True)
     made = Scan(groups, heads, state, head_dim, taps, delta=False, conv_bias=bias, low=low, high=high)

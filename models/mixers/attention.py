@@ -64,7 +64,7 @@ class AttentionResult(NamedTuple):
 
 def weights(read: Reader, spec: Attention) -> AttentionWeights:
     names, before = read.layer.mixer_names, read.norm(read.layer.mixer_names.norm)
-    inner = latent.weights(read, spec.latent) if spec.latent else None
+    inner = latent.weights(read, spec, spec.latent) if spec.latent else None
     q_norm, k_norm = (None if inner else read.norm(name) for name in (names.q_norm, names.k_norm))
     o = branch(read, names.o, names.post, spec.factor, before)
     return AttentionWeights(spec, before, read.linear(*names.qkv), o, q_norm, k_norm, read.get(names.sinks), inner)
@@ -145,10 +145,10 @@ def _backward_to_qkv(p: Pass, w: AttentionWeights, g: AttentionWeights, result: 
         ops.sinks_bwd_(g.sinks, dout, out, result.lse, w.sinks)
     dqkv = torch.empty_like(result.qkv)
     if w.latent is not None and g.latent is not None:
-        d = latent.gradients(spec, dqkv)
+        d = latent.gradients(w.latent, dqkv)
         _attend_backward(p, spec, dout, out, result, (d.q, d.k, d.v))
         del dout
-        latent.backward(p, spec, w.latent, g.latent, result.qkv, d, dqkv)
+        latent.backward(p, w.latent, g.latent, result.qkv, d, dqkv)
         return dqkv
     dq, dk, dv = _split(p, spec, dqkv)
     dv = torch.empty_like(dv) if spec.values == "keys" else dv
@@ -188,7 +188,7 @@ def _project(p: Pass, w: AttentionWeights, x: Tensor, out: Tensor | None = None,
     y, _ = norm_for(w.qkv, x, w.norm, copy)
     qkv = linear(y, w.qkv, out, x.dtype)
     if w.latent is not None:
-        latent.rotate_made_(p, w.spec, qkv)
+        latent.rotate_made_(p, w.latent, qkv)
     elif w.spec.rotated_first:
         _rotate_(p, w.spec, qkv)
     return qkv
@@ -197,7 +197,7 @@ def _project(p: Pass, w: AttentionWeights, x: Tensor, out: Tensor | None = None,
 def _heads(p: Pass, w: AttentionWeights, qkv: Tensor) -> _Heads:
     spec, rotation = w.spec, p.rows.rotation(w.spec)
     if w.latent is not None:
-        return _Heads(*latent.heads(p, spec, w.latent, qkv))
+        return _Heads(*latent.heads(p, w.latent, qkv))
     q, k, v = _split(p, spec, qkv)
     gate = _gate(spec, qkv) if spec.gate else None
     q_norm, k_norm, v_norm = _norms(p, w, q)

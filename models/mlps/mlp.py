@@ -24,7 +24,6 @@ from trireme.models.linear import (
     Gradient,
     Linear,
     Operand,
-    Upstream,
     add_gradients_,
     add_matmul_,
     columns_alone,
@@ -161,7 +160,7 @@ def _activation(w: MlpWeights, up: Tensor) -> Operand:
 
 def _activation_backward(
     w: MlpWeights, g: MlpWeights, d_act: Tensor, up: Tensor, shares: Tensor | None
-) -> tuple[Upstream, Operand, Tensor | None]:
+) -> tuple[Tensor | Gradient, Operand, Tensor | None]:
     """(gradient of the first layer's result, the activation that `down` reads), in the memory of `up` and d_act.
 
     And the gradient of a shared expert's shares, by which that activation is multiplied.
@@ -171,7 +170,7 @@ def _activation_backward(
     if spec.gated and w.down.linear.takes_codes and w.up.takes_codes and plain:
         columns = trained(g.up.weight) or trained(g.down.linear.weight)
         codes, act = ops.act_codes_bwd(d_act, up, _act(spec), columns)
-        return Gradient(codes, d_act.dtype), act, None
+        return Gradient(d_act.dtype, None, codes), act, None
     dbias = None if w.gelu_bias is None or g.gelu_bias is None else or_scratch(g.gelu_bias, w.gelu_bias)
     order = None if shares is None else _order(up)
     d_shares = ops.act_bwd_(d_act, up, _act(spec), w.gelu_bias, dbias, shares, order)

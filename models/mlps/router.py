@@ -14,7 +14,7 @@ from torch import Tensor
 
 from trireme.kernels import ops
 from trireme.models.families.experts import Experts
-from trireme.models.linear import Linear, add_gradients_, linear, product_in_fp32, trained
+from trireme.models.linear import Linear, add_gradients_, linear, product_in_fp32, trained, upstream
 from trireme.models.norm import Norm
 from trireme.models.reader import Reader
 from trireme.models.rows import Pass
@@ -79,5 +79,5 @@ def backward(p: Pass, w: RouterWeights, g: RouterWeights, routes: Routes, d_weig
     balance = None if p.rows.load is None else p.rows.load.balance()
     d_logits = ops.route_bwd(d_weights, routes.logits, routes.experts, rule(spec), balance).to(y.dtype)
     d_logits = d_logits if spec.score_scale == 1.0 else d_logits * spec.score_scale
-    add_gradients_(g.linear, w.linear, y, d_logits)
+    add_gradients_(g.linear, w.linear, y, upstream(d_logits, w.linear, g.linear))
     return d_logits

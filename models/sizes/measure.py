@@ -77,16 +77,14 @@ def work(
     return _work(cfg, shapes.alike(cfg)[u], tokens, pairs, itemsize, grad_itemsize, names)
 
 
-def rebuilt(
-    cfg: ModelConfig, u: int, tokens: int, pairs: int, names: frozenset[str], itemsize: int = 2, grad_itemsize: int = 2
-) -> Work:
+def rebuilt(cfg: ModelConfig, u: int, tokens: int, pairs: int, names: frozenset[str], itemsize: int = 2) -> Work:
     """What a unit's backward computes again, as it does not find the saved tensors that are not in `names`."""
     every = frozenset(shapes.saved_of(cfg, shapes.unit(cfg, u), 1))
     missing = every - names
-    least = work(cfg, u, tokens, pairs, itemsize, grad_itemsize, every)[1]
+    least = work(cfg, u, tokens, pairs, itemsize, names=every)[1]
     total = NOTHING
     for name in sorted(missing - {"lse"} if missing >= ATTENDED else missing):
-        without = work(cfg, u, tokens, pairs, itemsize, grad_itemsize, every - {name})[1]
+        without = work(cfg, u, tokens, pairs, itemsize, names=every - {name})[1]
         total = total.plus(without).plus(least, -1.0)
     return total
 
@@ -202,7 +200,7 @@ def _inner(cfg: ModelConfig, u: int, tokens: int, dtype: str, grads: str, names:
     return forward, _watched(owned, reversed(parts), back, count)
 
 
-def _watched(owned: Any, parts: Iterable[Any], run: Callable[[Any], None], experts: int = 0) -> Taken:
+def _watched(owned: Any, parts: Iterable[Any], run: Callable[[Any], object], experts: int = 0) -> Taken:
     """What the passes over all parts of a unit's weights take; launches are those of one part."""
     watch, count = Watch(experts), 0
     with watch.watching(owned):
@@ -215,13 +213,8 @@ def _watched(owned: Any, parts: Iterable[Any], run: Callable[[Any], None], exper
 @lru_cache(CACHED)
 def _head(cfg: ModelConfig, tokens: int, dtype: str, grads: str) -> tuple[Taken, Taken]:
     """The loss of so many labels, alone and with its gradients."""
-    u = cfg.n_units - 1
-    groups = [*shapes.weight_groups(cfg, u), *(shapes.weight_groups(cfg, 0)[:1] if cfg.tied else [])]
-    trained = [group for group in groups if not shapes.is_frozen(cfg, group)]
-    w, g = (
-        _with_output(cfg, _memory(groups, dtype)),
-        _with_output(cfg, _frozen(groups) | _memory(trained, grads)),
-    )
+    (first, g_first), (last, g_last) = (_end(cfg, u, dtype, grads) for u in (0, cfg.n_units - 1))
+    w, g = head.with_output(cfg, last, first), head.with_output(cfg, g_last, g_first)
     x, dx = (torch.empty((tokens, cfg.width), dtype=DTYPE[dtype], device=META) for _ in range(2))
     labels, at = (torch.empty(tokens, dtype=torch.int64, device=META) for _ in range(2))
     factors = torch.empty(tokens, dtype=torch.float32, device=META)
@@ -232,30 +225,22 @@ def _head(cfg: ModelConfig, tokens: int, dtype: str, grads: str) -> tuple[Taken,
             torch.empty((tokens, cfg.teaching.k), dtype=kind, device=META) for kind in (torch.int32, torch.float16)
         )
         shares, hits = head.Shares(ids, logps, factors), None
-    owned = w, g, x, dx, labels, at, factors, hits, shares
-
-    def run(gradients: tuple[head.HeadWeights, Tensor] | None) -> None:
-        grads, dx = gradients or (None, None)
-        head.head_loss(cfg, w, x, labels, at, 1.0, grads, dx, factors, shares, hits)
-
-    return _watched(owned, (None,), run), _watched(owned, ((g, dx),), run)
+    of = head.Targets(labels, at, factors, shares, hits)
+    run = lambda into: head.head_loss(cfg, w, x, of, 1.0, *into)
+    owned = w, g, x, dx, of
+    return _watched(owned, ((None, None),), run), _watched(owned, ((g, dx),), run)
 
 
-def _with_output(cfg: ModelConfig, views: dict[str, Tensor]) -> head.HeadWeights:
-    w = head.head_weights(cfg, views)
-    return w._replace(output=views[shapes.embedding_name(cfg)]) if cfg.tied else w
-
-
-def _frozen(groups: list[shapes.Group]) -> dict[str, Tensor]:
-    return {name: torch.empty(0, 0, device=META) for group in groups for name, _ in group}
+def _end(cfg: ModelConfig, u: int, dtype: str, grads: str) -> tuple[Any, Any]:
+    """The weights of the embedding or head, and their gradients."""
+    trained = [group for part in shapes.trained_parts(cfg, u) for group in part]
+    w = model.weights(cfg, u, _memory(shapes.weight_groups(cfg, u), dtype))
+    return w, model.gradients(cfg, u, _memory(trained, grads))
 
 
 @lru_cache(CACHED)
 def _embedding(cfg: ModelConfig, tokens: int, dtype: str, grads: str) -> tuple[Taken, Taken]:
-    groups = shapes.weight_groups(cfg, 0)
-    trained = [group for group in groups if not shapes.is_frozen(cfg, group)]
-    w = model.weights(cfg, 0, _memory(groups, dtype))
-    g = model.weights(cfg, 0, _frozen(groups) | _memory(trained, grads))
+    w, g = _end(cfg, 0, dtype, grads)
     rows, ids = make_rows((tokens,), {}, META), torch.empty(tokens, dtype=torch.int64, device=META)
     out = torch.empty((tokens, cfg.width), dtype=DTYPE[dtype], device=META)
     owned = w, g, rows, ids, out

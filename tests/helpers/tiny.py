@@ -482,7 +482,7 @@ class Tiny:
         dy, dx = torch.empty_like(xs[0]), torch.empty_like(xs[0])
         w, g = (head.with_output(cfg, side[top], side[0]) for side in (self.w, self.g))
         scale = 1 / len(loss_rows) if scale is None else scale
-        losses = head.head_loss(cfg, w, xs[-1], labels, loss_rows, scale, g, dy)
+        losses = head.head_loss(cfg, w, xs[-1], head.Targets(labels, loss_rows), scale, g, dy)
         for layer in reversed(range(cfg.n_layers)):
             u = layer + 1
             model.backward(cfg, u, self.w[u], self.g[u], xs[layer], saves[layer], dy, rows, dx)

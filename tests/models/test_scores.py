@@ -89,9 +89,8 @@ def test_gradients_are_those_of_autograd(labels, trained):
     g = [torch.zeros(16), torch.zeros(labels, 16) if trained else torch.empty(0, 0)]
     dx, correct = torch.full_like(x, float("nan")), torch.zeros(1, dtype=torch.float64)
     w = head.HeadWeights(Norm(weight, cfg.eps), w_out)
-    given = cfg, w, x, classes, rows, 0.5
-    more = head.HeadWeights(Norm(g[0], cfg.eps), g[1]), dx, factors
-    losses = head.head_loss(*given, *more, correct_=correct)
+    of, into = head.Targets(classes, rows, factors, None, correct), (head.HeadWeights(Norm(g[0], cfg.eps), g[1]), dx)
+    losses = head.head_loss(cfg, w, x, of, 0.5, *into)
     wide = [t.double().requires_grad_() for t in (x, weight, w_out)]
     normed = wide[0] * torch.rsqrt(wide[0].pow(2).mean(1, keepdim=True) + cfg.eps) * wide[1]
     scores = (normed @ wide[2].T)[rows]
@@ -104,7 +103,7 @@ def test_gradients_are_those_of_autograd(labels, trained):
         torch.testing.assert_close(g[1].double(), wide[2].grad, rtol=1e-5, atol=1e-6)
     right = (scores.argmax(1) == classes[rows]) if labels > 1 else torch.ones(len(rows))
     assert correct.item() == pytest.approx((right * factors[rows]).sum().item())
-    none = head.head_loss(*given[:4], rows[:0], 0.5, *more)
+    none = head.head_loss(cfg, w, x, head.Targets(classes, rows[:0], factors), 0.5, *into)
     assert not none.any()
     assert not dx.any()
 
