@@ -239,6 +239,7 @@ class Memory:
         """Has torch take what a plan needs of each GPU in one piece, which buffers and temporaries are then cut from:
         none of it is lost to the rounding of segments, and little to fragments. A refusal is no error.
         """
+        torch.cuda.empty_cache()  # what probes left
         for device, nbytes in zip(self.devices, sizes, strict=True):
             with suppress(torch.OutOfMemoryError):
                 torch.empty(nbytes * (device.type == "cuda"), dtype=torch.uint8, device=device)

@@ -67,7 +67,7 @@ class SimulatedQueues:
     of a steady state have the same tasks: computing their times again is ten times as fast as running the step's code.
     """
 
-    simulated = tracing = True
+    simulated, tracing = True, False
 
     def __init__(
         self,

@@ -6,6 +6,7 @@ A group of matrices in fp8 has codes in rows (as stored), in columns (transposed
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 from math import prod
 from typing import NamedTuple
 
@@ -13,7 +14,16 @@ from trireme.models.config import ModelConfig
 from trireme.models.families.packing import Part
 from trireme.models.layers import Layer
 from trireme.models.sizes.groups import Group, expert_input, up_width
-from trireme.models.sizes.shapes import frozen_groups, is_frozen, is_packed, is_sliced, on_disk, unit, weight_groups
+from trireme.models.sizes.shapes import (
+    CACHED,
+    frozen_groups,
+    is_frozen,
+    is_packed,
+    is_sliced,
+    on_disk,
+    unit,
+    weight_groups,
+)
 
 # Behind the name of a matmul's first matrix: its codes. By a mark that no tensor of a file has in its name.
 FP8 = ROWS, COLUMNS, SCALE = "@rows", "@columns", "@scale"
@@ -119,6 +129,7 @@ def _of_experts(cfg: ModelConfig, group: Group) -> bool:
     return within in group[0][0] and not group[0][0].endswith("_bias")
 
 
+@lru_cache(CACHED)
 def packed_parts(cfg: ModelConfig, u: int) -> dict[str, PartOf]:
     """Parts of packed_groups, by their names in memory."""
     parts = dict[str, PartOf]()

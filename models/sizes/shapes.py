@@ -24,6 +24,7 @@ from trireme.models.sizes.groups import norms, parts_of, up_name, up_width
 from trireme.models.sizes.groups import of_an_expert as of_an_expert
 
 HALVES = ("attention", "mlp")
+CACHED = 1 << 12  # of units, which a plan asks for again and again; what is handed out is not changed
 
 
 def unit_names(cfg: ModelConfig) -> list[str]:
@@ -95,6 +96,7 @@ def all_groups(cfg: ModelConfig) -> Iterator[Group]:
     return (group for u in range(cfg.n_units) for group in weight_groups(cfg, u))
 
 
+@lru_cache(CACHED)
 def weight_parts(cfg: ModelConfig, u: int) -> list[list[Group]]:
     """weight_groups by part: a block's are its mixers and MLPs."""
     if u == 0:
@@ -161,6 +163,7 @@ def trained_parts(cfg: ModelConfig, u: int) -> list[list[Group]]:
     ]
 
 
+@lru_cache(CACHED)
 def frozen_groups(cfg: ModelConfig, u: int) -> list[Group]:
     return [group for group in weight_groups(cfg, u) if is_frozen(cfg, group)]
 
@@ -189,6 +192,7 @@ def is_frozen(cfg: ModelConfig, group: Group) -> bool:
     return all(frozen)
 
 
+@lru_cache(CACHED)
 def _matches(name: str, patterns: tuple[str, ...]) -> bool:
     """Whether the last glob that matches `name` is one without `!`."""
     matches = (not p.startswith("!") for p in reversed(patterns) if fnmatchcase(name, p.removeprefix("!")))

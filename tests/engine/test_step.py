@@ -324,7 +324,7 @@ def test_what_is_simulated_is_what_runs(drawn, evaluations, method):
         rope_tables(cfg, 64, "cpu"),
         lambda spans: [(s.queue, s.kind, s.of, s.nbytes, s.flops) for s in spans],
     )
-    real.tracing = True
+    real.tracing = simulated.tracing = True
     steps, preference = data_of(cfg, 3, plan.n_micro, method)
     for i, step in enumerate(steps, 1):
         micro = [inputs_on(runs.cfg, mb, [(tables, "cpu")] * plan.gpus, method == "kto") for mb in step]
