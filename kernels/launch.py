@@ -92,9 +92,8 @@ def rows_bwd(device: torch.device, N: int, D: int, itemsize: int) -> Rows:
     aim = how.kib << 10
     rows = max(1, aim // (columns * itemsize))
     tile = rows * columns * itemsize
-    ahead = (
-        0 if 3 * tile > here.shared else 1 if tile > aim else 3 if here.large and rows == 1 else 2
-    )  # tiles of 3 inputs
+    # tiles of 3 inputs
+    ahead = 0 if 3 * tile > here.shared else 1 if tile > aim else 3 if here.large and rows == 1 else 2
     programs = min(cdiv(N, rows), how.per_sm * here.sms)
     if D > WIDEST:  # other parts of dy, h and weights are read, too
         parts = cdiv(D, WIDEST)

@@ -133,10 +133,7 @@ def needs(cfg: ModelConfig, n_prompts: int, length: int, max_new: int, itemsize:
     attentions = [layer.attention for layer in cfg.layers if layer.attention]
     cache = positions * sum(a.kv_heads * (a.dim + a.value_dim) for a in attentions) * itemsize
     if spec := cfg.scan:  # states of all layers, and of one twice what the next one is made of
-        state, layers = (
-            4 * spec.heads * spec.key_dim * spec.value_dim,
-            sum(layer.scan is not None for layer in cfg.layers),
-        )
+        state, layers = 4 * spec.heads * spec.key_dim * spec.value_dim, sum(bool(layer.scan) for layer in cfg.layers)
         cache += n_prompts * (state * (layers + 2) + layers * itemsize * (spec.taps - 1) * spec.channels)
     kinds = {shapes.kind(cfg, u): u for u in range(1, cfg.n_units - 1)}
     blocks = [temporaries(cfg, u, tokens, itemsize) for u in kinds.values()]

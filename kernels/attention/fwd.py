@@ -197,16 +197,6 @@ def plan(
 ) -> Forward:
     """Forward for the strides of (q, k, v, out)."""
     tile = launch.attention(device, dtype, max(D, V)).fwd
-    constants = (
-        H,
-        H // K,
-        *launch.head_parts(D, V, 64 if launch.chip(device).large else 16),
-        tile.q,
-        tile.k,
-        window > 0,
-        cap,
-    )
-    return Forward(
-        tile.q,
-        Fixed(_attention_fwd, window, *flat(strides), *constants, num_warps=tile.warps, num_stages=tile.stages),
-    )
+    sizes = H // K, *launch.head_parts(D, V, 64 if launch.chip(device).large else 16)
+    constants = *flat(strides), H, *sizes, tile.q, tile.k, window > 0, cap
+    return Forward(tile.q, Fixed(_attention_fwd, window, *constants, num_warps=tile.warps, num_stages=tile.stages))

@@ -123,11 +123,8 @@ def fp8_add_(out_: Tensor, a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tenso
         return
     p_out, p_a, p_b = (t.data_ptr() for t in (out_, a, b))
     bits = p_out | p_a | p_b | 256
-    form, operation, one = (
-        _form(out_.device, M, N, K, out_.dtype, bits & -bits),
-        _descriptor(scale_b, scale_a),
-        c_float(1),
-    )
+    form = _form(out_.device, M, N, K, out_.dtype, bits & -bits)
+    operation, one = _descriptor(scale_b, scale_a), c_float(1)
     workspace = torch.empty(form.choice.workspace, dtype=torch.uint8, device=out_.device)
     handle, stream = torch.cuda.current_blas_handle(), torch._C._cuda_getCurrentRawStream(out_.get_device())
     _call("cublasLtMatmul", handle, operation, byref(one), p_b, form.a, p_a, form.b, byref(one), p_out, form.out,

@@ -37,22 +37,16 @@ def _extended(raw: dict[str, Any], factor: float, where: str) -> dict[str, Any]:
         raise keys.error(name, "an object or null")
     kind = params.get("rope_type", params.get("type", "default"))
     kind = family.rope_types.get(kind, kind) if isinstance(kind, str) else kind
-    if not family.rotary:
-        said = "are learned"
-    elif (
-        family.layers
-        or family.local_theta not in (None, family.theta)
-        or any(isinstance(value, dict) for value in params.values())
-    ):
-        said = "are of two kinds"
-    elif family.indexed:
-        said = "are as many as its attention is dense for"
-    elif family.longrope:
-        said = "are scaled by longrope alone"
-    else:
-        said = "" if kind == "default" else f'are scaled already, by "{kind}"'
-    if said:
-        raise InputError(f"{where}: the positions of this {model_type} {said}. Leave --rope-factor out.")
+    nested = any(isinstance(value, dict) for value in params.values())
+    obstacles = (
+        (not family.rotary, "are learned"),
+        (family.layers or family.local_theta not in (None, family.theta) or nested, "are of two kinds"),
+        (family.indexed, "are as many as its attention is dense for"),
+        (family.longrope, "are scaled by longrope alone"),
+        (kind != "default", f'are scaled already, by "{kind}"'),
+    )
+    if why := next((words for stands, words in obstacles if stands), ""):
+        raise InputError(f"{where}: the positions of this {model_type} {why}. Leave --rope-factor out.")
     positions = keys.count(family.spelled["max_positions"], family.max_positions)
     yarn = {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": positions}
     params = {key: value for key, value in params.items() if key != "type"}

@@ -141,8 +141,7 @@ class Packing:
         if self.code in ("fp4", "int4"):
             if len(codes) != 2:
                 return None
-            a, b = codes
-            shape = (a, (2 if self.code == "fp4" else 8) * b)
+            shape = codes[0], (2 if self.code == "fp4" else 8) * codes[1]
             return shape if self.holds(shape) else None
         return codes if len(codes) in (2, 3) else None
 

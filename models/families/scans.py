@@ -52,14 +52,9 @@ class Scan:
         return 2 * self.key_width + self.value_width
 
     @property
-    def numbers(self) -> int:
-        """Numbers of each head and token: b and a, or a alone."""
-        return 2 if self.delta else 1
-
-    @property
     def mixed_width(self) -> int:
-        """Features of the first projection: channels, gate, numbers of each head."""
-        return self.channels + self.value_width + self.numbers * self.heads
+        """Features of the first projection: channels, gate, a number of each head, with the delta rule two."""
+        return self.channels + self.value_width + (1 + self.delta) * self.heads
 
 
 @dataclass(frozen=True)

@@ -553,6 +553,7 @@ OTHER_NAMES = {
     "kimi_k2": "deepseek_v3",
     "gemma4_unified_text": "gemma4_text",
 }  # of a row: model_type in files of the same model
+_WITH_MTP = "model.visual.", "mtp."
 _LLAVA = "model.vision_tower.", "model.multi_modal_projector."
 _QWEN_MEDIA = {"image_token_id": 151655, "video_token_id": 151656}
 _KIMI = "model.vision_tower.", "model.mm_projector.", "vision_tower.", "mm_projector."
@@ -567,31 +568,21 @@ WRAPPERS = {
     "gemma4": _GEMMA4,
     "gemma4_unified": _GEMMA4,
     "muse_glimmer": Wrapper(
-        ("muse_glimmer_text",),
-        {"image_token_id": 200092, "video_token_id": 200091},
-        ("model.vision_tower.", "model.vision_adapter.", "model.vision_projection."),
-        tied="outside",
-        caps=True,
+        ("muse_glimmer_text",), {"image_token_id": 200092, "video_token_id": 200091},
+        ("model.vision_tower.", "model.vision_adapter.", "model.vision_projection."), tied="outside", caps=True,
     ),
     "gemma3": Wrapper(("gemma3_text",), {"image_token_index": 262144}, _LLAVA, behind=True),
     "mistral3": Wrapper(("mistral", "ministral3", "mistral4"), {"image_token_index": 10}, _LLAVA, behind=True),
     "kimi_k25": Wrapper(
-        ("deepseek_v3",),
-        {"image_token_id": 163605, "video_token_id": 163840},
-        _KIMI,
-        tied="outside",
-        tied_default=True,
-        behind=True,
+        ("deepseek_v3",), {"image_token_id": 163605, "video_token_id": 163840}, _KIMI, tied="outside",
+        tied_default=True, behind=True,
     ),
     "exaone4_5": Wrapper(
-        ("exaone4",),
-        {"image_token_id": 67, "video_token_id": 68},
-        ("model.visual.", "mtp."),
-        tied="outside",
+        ("exaone4",), {"image_token_id": 67, "video_token_id": 68}, _WITH_MTP, tied="outside",
         older={"exaone4_5_text": "exaone4"},
     ),
-    "qwen3_5": Wrapper(("qwen3_5_text",), _QWEN35_MEDIA, ("model.visual.", "mtp."), tied="outside"),
-    "qwen3_5_moe": Wrapper(("qwen3_5_moe_text",), _QWEN35_MEDIA, ("model.visual.", "mtp."), tied="outside"),
+    "qwen3_5": Wrapper(("qwen3_5_text",), _QWEN35_MEDIA, _WITH_MTP, tied="outside"),
+    "qwen3_5_moe": Wrapper(("qwen3_5_moe_text",), _QWEN35_MEDIA, _WITH_MTP, tied="outside"),
     "qwen3_vl": Wrapper(("qwen3_vl_text",), _QWEN_MEDIA, tied="outside"),
     "qwen3_vl_moe": Wrapper(("qwen3_vl_moe_text",), _QWEN_MEDIA, tied="outside"),
     "qwen2_5_vl": Wrapper(("qwen2_5_vl_text",), _QWEN_MEDIA, tied="either", flat=True),
@@ -599,7 +590,7 @@ WRAPPERS = {
     "glm4v": Wrapper(("glm4v_text",), _GLM_MEDIA, tied="either"),
     "glm4v_moe": Wrapper(("glm4v_moe_text",), {"image_token_id": 151363, "video_token_id": 151364}, tied="either"),
     "glm46v": Wrapper(("glm4v_text",), _GLM_MEDIA, tied="outside"),
-}
+}  # fmt: skip
 
 
 def text_of(raw: dict[str, Any]) -> tuple[Any, str]:

@@ -158,12 +158,10 @@ def _backward_to_qkv(p: Pass, w: AttentionWeights, g: AttentionWeights, result: 
     if spec.gate == "queries":  # kernels take heads that are neighbours
         dq = torch.empty(dq.shape, dtype=dq.dtype, device=dq.device)
     _attend_backward(p, spec, dout, out, result, (dq, dk, dv))
-    rotation = p.rows.rotation(spec)
     if not spec.rotated_first and placed is dq:
         _rotate_(p, spec, dqkv, inverse=True)
-    elif not spec.rotated_first and rotation:  # dq is not in dqkv
-        rotate_(dq, rotation.query, p.rows, inverse=True)
-        rotate_(dk, rotation.key, p.rows, inverse=True)
+    elif not spec.rotated_first:  # dq is not in dqkv
+        _rotate_each_(p, spec, dq, dk, inverse=True)
     q, k, v = _split(p, spec, result.qkv)  # before the norms
     q_norm, k_norm, v_norm = _norms(p, w, q)
     _head_norm_backward_(dq, q, q_norm, heads.q_stats, g.q_norm, placed)
@@ -195,7 +193,7 @@ def _project(p: Pass, w: AttentionWeights, x: Tensor, out: Tensor | None = None,
 
 
 def _heads(p: Pass, w: AttentionWeights, qkv: Tensor) -> _Heads:
-    spec, rotation = w.spec, p.rows.rotation(w.spec)
+    spec = w.spec
     if w.latent is not None:
         return _Heads(*latent.heads(p, w.latent, qkv))
     q, k, v = _split(p, spec, qkv)
@@ -204,9 +202,8 @@ def _heads(p: Pass, w: AttentionWeights, qkv: Tensor) -> _Heads:
     v, v_stats = _head_norm(v, v_norm)
     q, q_stats = _head_norm(q, q_norm)
     k, k_stats = _head_norm(k, k_norm)
-    if not spec.rotated_first and rotation:
-        rotate_(q, rotation.query, p.rows)
-        rotate_(k, rotation.key, p.rows)
+    if not spec.rotated_first:
+        _rotate_each_(p, spec, q, k)
     return _Heads(q, k, v, q_stats, k_stats, gate, v_stats)
 
 
@@ -272,12 +269,15 @@ def _split(p: Pass, spec: Attention, qkv: Tensor) -> list[Tensor]:
 def _rotate_(p: Pass, spec: Attention, qkv_: Tensor, inverse: bool = False) -> None:
     """Rotates q and k, in one pass if they are neighbours and share a table."""
     rotation = p.rows.rotation(spec)
-    if rotation is None:
-        return
-    if rotation.query is rotation.key and not p.layer.mixer_names.by_head:
+    if rotation and rotation.query is rotation.key and not p.layer.mixer_names.by_head:
         heads = qkv_[:, : spec.q_width + spec.kv_width].unflatten(1, (-1, spec.dim))
         rotate_(heads, rotation.key, p.rows, inverse)
-    else:
+    elif rotation:
         q, k, _ = _split(p, spec, qkv_)
-        rotate_(q, rotation.query, p.rows, inverse)
-        rotate_(k, rotation.key, p.rows, inverse)
+        _rotate_each_(p, spec, q, k, inverse)
+
+
+def _rotate_each_(p: Pass, spec: Attention, q_: Tensor, k_: Tensor, inverse: bool = False) -> None:
+    if rotation := p.rows.rotation(spec):
+        rotate_(q_, rotation.query, p.rows, inverse)
+        rotate_(k_, rotation.key, p.rows, inverse)

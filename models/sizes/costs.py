@@ -12,7 +12,7 @@ from math import prod
 
 from trireme.models.config import ModelConfig
 from trireme.models.families.scans import Scan
-from trireme.models.layers import Attention, Layer
+from trireme.models.layers import Layer
 from trireme.models.sizes.shapes import adapts_experts, is_frozen, output_name, trained_parts, unit, weight_groups
 
 CHUNK = 64  # tokens of a chunk of a recurrence
@@ -35,11 +35,6 @@ def layer_pairs(layers: Sequence[Layer], lengths: Sequence[int]) -> int:
     return sum(attended_pairs(lengths, window) * windows.count(window) for window in set(windows)) // len(windows)
 
 
-def attention_flops(spec: Attention, pairs: int) -> int:
-    """FLOPs of one layer's attention in forward: scores and weighted values."""
-    return 2 * pairs * (spec.q_width + spec.out_width)
-
-
 def recurrence_flops(spec: Scan, tokens: int) -> int:
     """FLOPs of one layer's recurrence in forward, by chunks of CHUNK tokens."""
     within = spec.key_dim + spec.value_dim  # a token's products within a chunk
@@ -50,15 +45,14 @@ def recurrence_flops(spec: Scan, tokens: int) -> int:
     return 2 * tokens * spec.heads * (CHUNK * within + states)
 
 
-def scan_flops(spec: Scan, tokens: int) -> int:
-    """FLOPs of one layer's recurrence and its convolution in forward."""
-    return recurrence_flops(spec, tokens) + 2 * tokens * spec.channels * spec.taps
-
-
 def mixer_flops(layer: Layer, tokens: int, pairs: int) -> int:
-    """FLOPs of a layer's attention and recurrence in forward, without its linear layers."""
-    attention = attention_flops(layer.attention, pairs) if layer.attention else 0
-    return attention + (scan_flops(layer.scan, tokens) if layer.scan else 0)
+    """FLOPs of a layer's scores and weighted values, recurrence and convolution in forward; no linear layers."""
+    flops = 0
+    if spec := layer.attention:
+        flops += 2 * pairs * (spec.q_width + spec.out_width)
+    if scan := layer.scan:
+        flops += recurrence_flops(scan, tokens) + 2 * tokens * scan.channels * scan.taps
+    return flops
 
 
 @lru_cache(4096)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from functools import lru_cache
-from math import prod
 
 from trireme.models.families.experts import Experts
 from trireme.models.families.scans import Scan
@@ -173,11 +172,6 @@ def expert_shape(layer: Layer, matrix: str) -> tuple[int, int]:
 def expert_input(layer: Layer) -> int:
     """Features of the inputs and outputs of experts: the model's width, or that of latents."""
     return layer.experts.latent or layer.width if layer.experts else layer.width
-
-
-def of_an_expert(layer: Layer) -> int:
-    """Elements of one expert's matrices."""
-    return sum(prod(expert_shape(layer, matrix)) for matrix in (GATE_UP, DOWN))
 
 
 def up_name(spec: Mlp | Experts) -> str:

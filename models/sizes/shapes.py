@@ -21,7 +21,6 @@ from trireme.models.sizes.groups import DOWN as DOWN
 from trireme.models.sizes.groups import GATE_UP as GATE_UP
 from trireme.models.sizes.groups import Group as Group
 from trireme.models.sizes.groups import norms, parts_of, up_name, up_width
-from trireme.models.sizes.groups import of_an_expert as of_an_expert
 
 HALVES = ("attention", "mlp")
 CACHED = 1 << 12  # of units, which a plan asks for again and again; what is handed out is not changed
