@@ -199,9 +199,6 @@ def backward(
     del d_act, gate_up
     grouped_gradients_(g.down, w.down, act, d_sum, d_down, order, k_dy=k)
     del act, d_sum, d_down
-    if g.up.bias is not None and trained(g.up.bias):
-        ones = d_gate_up.new_ones((len(d_gate_up), 1))
-        ops.grouped_add_(g.up.bias[:, None], ones, d_gate_up, order)
     d_rows, d_up = grouped_backward(d_gate_up, w.up, order)
     grouped_gradients_(g.up, w.up, z, d_gate_up, d_up, order, k)
     del z, d_gate_up, d_up

@@ -97,9 +97,11 @@ def grouped_backward(dy: Tensor, w: Grouped, order: ops.Order, k: int = 0) -> tu
 def grouped_gradients_(
     g: Grouped, w: Grouped, x: Tensor, dy: Tensor, dh: Tensor | None, order: ops.Order, k: int = 0, k_dy: int = 0
 ) -> None:
-    """Adds the gradients of matrices and adapters to g; x is by token if k > 0, dy if k_dy > 0."""
+    """Adds to g: of matrices, adapters, and if dy is by row biases. x is by token if k > 0, dy if k_dy > 0."""
     if isinstance(g.matrices, Tensor) and trained(g.matrices):
         ops.grouped_add_(g.matrices, x, dy, order, k, k_dy)
+    if not k_dy and g.bias is not None and trained(g.bias):
+        ops.grouped_add_(g.bias[:, None], dy.new_ones((len(dy), 1)), dy, order)
     if w.adapters is not None and g.adapters is not None and dh is not None:
         ops.grouped_add_(g.adapters.a, dh, x, order, 0, k)
         ops.grouped_add_(g.adapters.b, w.adapters.down(x, order, k).mul_(w.adapters.scale), dy, order, 0, k_dy)
