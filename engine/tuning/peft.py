@@ -38,7 +38,7 @@ from trireme.models.sizes import shapes
 from trireme.models.sizes.shapes import DOWN, GATE_UP
 from trireme.storage.checkpoint import Source, SourceTensor
 from trireme.storage.headers import read_header
-from trireme.storage.untrusted import shown
+from trireme.storage.untrusted import quoted, shown
 
 HEAD = "score.weight"
 Shape = tuple[int, ...]
@@ -85,7 +85,8 @@ def read_adapter(folder: Path, cfg: ModelConfig, merging: bool = False) -> Adapt
         raise InputError(f"{folder / WEIGHTS}: {_unknown(cfg, min(left)) if left else 'it holds no adapters.'}")
     fixed = [*(m for m, pair in pairs.items() if not pair.place.target), *(name for name in whole if name != HEAD)]
     if fixed and not merging:
-        raise InputError(f"{folder}: {fixed[0]} cannot be trained as an adapter; `merge` adds it to its model.")
+        way = f"This adds it to its model: trireme merge {quoted(folder)} --out DIR"
+        raise InputError(f"{folder}: {fixed[0]} cannot be trained as an adapter, or read with one. {way}.")
     files = {
         name: stored[inside]
         for pair in pairs.values()

@@ -180,6 +180,7 @@ REFUSED = {  # case -> (words, what the line names); FULL, CLASSES, ADAPTER: fol
     "too long": (["eval", "FULL", "--data", "x.txt", "--seq-len", "99999"], "positions"),
     "a reference without a method": (["eval", "FULL", "--data", "x.txt", "--reference", "FULL"], "--reference"),
     "preferences of a classifier": (["eval", "CLASSES", "--data", "x.txt", "--method", "dpo"], "--method"),
+    "rewards of a language model": (["eval", "FULL", "--data", "x.txt", "--method", "reward"], "--method reward"),
     "a number format of training": (["eval", "FULL", "--data", "x.txt", "--dtype", "fp8"], "--dtype"),
     "text of a classifier": (["sample", "CLASSES", "--prompt", "x"], "trireme score"),
     "no prompt": (["sample", "FULL"], "--prompt TEXT"),

@@ -246,9 +246,9 @@ FINISHED = {  # options of each run
     "alpaca": dict(rows="alpaca.jsonl", seq_len=256),
     "alpaca lora": dict(rows="alpaca.jsonl", seq_len=256, lora=4, merge=True),
     "lora": dict(rows="stories.txt", lora=4, merge=True),
-    "dpo": dict(rows="pairs.jsonl", method="dpo"),
+    "dpo": dict(rows="pairs.jsonl", method="dpo", beta=0.3),
     "classify": dict(rows="classes.jsonl", method="classify"),
-    "reward": dict(rows="pairs.jsonl", method="reward"),
+    "reward": dict(rows="pairs.jsonl", method="reward", center_rewards_coefficient=0.2),
 }
 
 

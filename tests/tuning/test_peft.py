@@ -103,7 +103,7 @@ def test_merged_as_peft_computes(row, tmp_path):
     ids = merged_logits(tmp_path, cfg)
     assert torch.allclose(ids, peft_logits(tmp_path, asked.get("resized", 0)), atol=2e-4)
     if row in MERGED:
-        with pytest.raises(InputError, match="`merge`"):
+        with pytest.raises(InputError, match="trireme merge"):
             read_adapter(adapter, cfg)
 
 

@@ -40,16 +40,14 @@ def losses(o: Eval) -> Iterator[dict[str, float]]:
 
 def prepared(f: Finished, o: Eval) -> tuple[Eval, list[Dataset], Preference | None]:
     """(the options with those of the run, data with references, what is compared). Raises as `losses`."""
-    o = with_defaults(f, o)
+    head = {0: "", 1: "reward"}.get(f.cfg.scores, "classify")
+    if o.method != head and (o.method in ("reward", "classify") or (head and o.method != "sft")):
+        what = f"a score head, of --method {head}" if head else "no score head"
+        raise InputError(f"--method {o.method}: {f.name} has {what}. Leave it out.")
+    o = with_defaults(f, replace(o, method=head or o.method))
     o.check()
-    preference = preference_of(o)
-    if preference and o.method != "reward":
-        f.refuse_scores(f"leave --method {o.method} out")
-    kind = "" if preference is None else kind_of(o)
-    if f.cfg.scores:
-        preference, kind = (Preference("reward"), "rewards") if f.cfg.scores == 1 else (preference, "classes")
-    codec = f.codec(o)
-    data = [read_data(f, o, codec, name, kind) for name in o.data]
+    preference, codec = preference_of(o), f.codec(o)
+    data = [read_data(f, o, codec, name, kind_of(o)) for name in o.data]
     if preference and preference.compares:
         before = _reference(f, o, data)
         screen.say(f"compared with {before.name}")

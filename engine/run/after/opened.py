@@ -33,7 +33,7 @@ from trireme.engine.run import config_file, folder, screen
 from trireme.engine.run.after import hub
 from trireme.engine.run.evaluate import Evaluator
 from trireme.engine.run.opening import read_rows
-from trireme.engine.run.options import Machine, Options, Reading, Sample, flag, table
+from trireme.engine.run.options import Machine, Method, Options, Reading, Sample, flag, table
 from trireme.engine.run.planning import DTYPES, computer
 from trireme.engine.tuning.adapters import Adapter
 from trireme.engine.tuning.base import CheckpointBase, why_copied
@@ -116,9 +116,11 @@ def open_finished(name: str, model: str | None = None) -> Finished:
 
 
 def with_defaults(f: Finished, o: O) -> O:
-    """The command's options; those of Reading that are not given are the run's, and a line says which."""
+    """The command's options. Of Reading, and of the run's method, those of the run are defaults; a line says which."""
     others = o.chosen | {"tokenizer", "chat_template"}  # Finished.codec takes these from the run
-    values = {name: value for name in table(Reading) if name not in others and (value := getattr(f.run, name))}
+    alike = isinstance(o, Method) and o.method == f.run.method != "sft"
+    names = [name for name in (*table(Reading), *(table(Method) if alike else ())) if name not in others]
+    values = {name: getattr(f.run, name) for name in names if getattr(f.run, name) != getattr(Options, name)}
     if values:
         screen.say(f"as in the run: {', '.join(f'{flag(name)} {value}' for name, value in values.items())}")
     return replace(o, **values)
