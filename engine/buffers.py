@@ -264,8 +264,8 @@ def _activation_buffers(geo: Geometry, plan: Plan, units: Alike) -> Iterable[Buf
 
 
 def workspace(geo: Geometry, plan: Plan, gpu: int = 0) -> int:
-    """Bytes that a GPU needs outside the buffers: its largest unit's temporaries with 2 % for fragmentation, inputs,
-    rotary table.
+    """Bytes that a GPU needs outside the buffers: its largest unit's temporaries with 2 % for fragmentation, and
+    inputs. Rotary tables, 4 bytes for each position and rotated feature, are within the reserve (host.GPU_RESERVE).
     """
     wide = 4 if plan.sums_wide else ITEMSIZE[plan.dtype]
     first = {geo.kinds[u]: u for u in range(geo.head) if plan.units[u].gpu == gpu}.values()  # by kind
