@@ -232,11 +232,8 @@ def check_options(o: Options, snapshot: Snapshot | None) -> None:
         (len(o.betas) != 2, "--betas takes two numbers."),
         (o.teacher and here().hosts > 1, "--teacher: runs with one are on one host. Start it without torchrun."),
     ]
-    now, before = (config_file.saved(o), snapshot.options) if snapshot else ({}, {})
-    for name, f in config_file.FIELDS.items() if snapshot else ():
-        was = before.get(name)
-        is_other = "run" in f.metadata["kind"] and now[name] not in (None, [], was)
-        table.append((is_other, f"{flag(name)} {now.get(name)}: the run began with {was or 'none'}. Leave it out."))
+    for change in config_file.changes(o, snapshot.options, kept=True) if snapshot else ():
+        table.append((True, f"{change}: a resumed run keeps it. Leave it out."))
     if wrong := next((line for is_wrong, line in table if is_wrong), ""):
         raise InputError(wrong)
 
