@@ -28,13 +28,13 @@ BUDGETS = {
     "kernels/**": 8510,  # 8000; rounding to packings 250, model types 24, heads in parts 86, scans 2, one pass 260
     "models/**": 8878,  # 8450; micro_batch.py, of engine 45; rounding to packings about 235, new model types about 370
     "storage/**": 3250,
-    "engine/*.* engine/queues/**": 5190,
+    "engine/*.* engine/queues/**": 5189,
     "engine/planner/**": 3850,
     "engine/hosts/**": 474,
     "engine/check/**": 1200,
     "engine/data/**": 4290,
     "engine/tuning/**": 2322,  # 1900; merging in the own format and on a GPU, training for it, packed ones to --base
-    "engine/run/**": 5331,  # 5000; the page, --general, env, merge --data, --merge-aware: about 330
+    "engine/run/**": 5332,  # 5000; the page, --general, env, merge --data, --merge-aware: about 330
     "scripts/**": 3010,  # 2600; the harness for lm-eval 223, new_model.py 110, random_model.py 85
     "tests/**": 25536,  # 25044; --merge-aware 174, test_compare.py 104, model types 105, page 119, what a run enters 38
 }
