@@ -153,15 +153,6 @@ def test_host_0_listens_where_other_machines_reach_it(notes, monkeypatch):
     assert notes() == {0: address, 1: address}
 
 
-def test_without_a_launcher_a_run_is_alone():
-    with group.joined(group.place(), print) as alone:
-        assert (alone.host, alone.hosts, alone.wire) == (0, 1, None)
-        assert alone.numbers([1.0], 1) == [1.0]
-        assert alone.any(True)
-        alone.agree("options", {"a": "b"}, "")
-        alone.meet()
-
-
 TORCHRUN = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "host0.local", "MASTER_PORT": "29500"}
 SLURM = {
     "SLURM_STEP_NUM_TASKS": "7",
