@@ -123,7 +123,8 @@ def linear_backward(dy: Gradient, w: Linear) -> Tensor:
     else:
         assert dy.dy is not None
         dx = torch.mm(dy.dy, w.weight.T)
-    if w.adapters is not None and dy.dh is not None:
+    if w.adapters is not None:
+        assert dy.dh is not None
         lora.add_backward_(dx, dy.dh, w.adapters)
     return dx
 
@@ -167,8 +168,9 @@ def add_gradients_(g: Linear, w: Linear, x: Operand, dy: Gradient) -> None:
             add_matmul_(g.weight.T, plain, x)
     if g.bias is not None and trained(g.bias):
         ops.bias_bwd_(g.bias, plain)
-    if g.adapters is not None and w.adapters is not None and dh is not None:
+    if g.adapters is not None and w.adapters is not None:
         assert isinstance(x, Tensor)
+        assert dh is not None
         for part, read in lora.inputs(x, w.adapters):
             add_matmul_(g.adapters.a[part], dh[:, part], read)
             del read

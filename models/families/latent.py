@@ -9,7 +9,7 @@ from trireme.models.families.keys import InputError, Keys
 
 @dataclass(frozen=True)
 class Latent:
-    """Latents from which queries, keys and values are computed (models/latent.py)."""
+    """Latents from which queries, keys and values are computed (models/mixers/latent.py)."""
 
     q_rank: int  # of queries; 0: none
     kv_rank: int  # of keys and values

@@ -64,7 +64,7 @@ def _of_text(raw: dict[str, Any], where: str, model_type: str) -> dict[str, Any]
     heads = keys.count(spelled["n_heads"], family.n_heads)
     positions = keys.count(spelled["max_positions"], family.max_positions)
     if family.mlp_bias is True:
-        keys.refuse_unless("use_bias", (None, True))  # gelu.py always adds one
+        keys.refuse_unless("use_bias", (None, True))  # MLPs of these families always have one
     if family.layers:
         made = family.layers(keys, family, width, layers, heads)
     else:
