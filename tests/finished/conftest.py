@@ -5,10 +5,12 @@ from pathlib import Path
 import pytest
 from chats import CHATML, make_tokenizer
 from runs import ALPACA, CLASSES, FINISHED, PAIRS, make_small, tuned, write_rows
+from stories import make_text
 from tiny import LLAMA, oracle
 
 from trireme.engine.run import cli
 from trireme.engine.run.loop import train
+from trireme.engine.run.options import every
 
 
 @pytest.fixture(scope="session")
@@ -33,6 +35,7 @@ def here(byte_model, tmp_path, monkeypatch) -> Path:
 def finished(tmp_path_factory):
     """Name of FINISHED -> (folder of the finished run, its data). They are trained when they are asked for."""
     folder, done = make_small(tmp_path_factory.mktemp("finished")), {}
+    make_text(folder / "stories.txt", 12, seed=1)
     write_rows(folder / "pairs.jsonl", PAIRS)
     write_rows(folder / "classes.jsonl", CLASSES)
     write_rows(folder / "alpaca.jsonl", ALPACA)
@@ -41,7 +44,8 @@ def finished(tmp_path_factory):
         if name not in done:
             given = dict(FINISHED[name])
             rows = given.pop("rows")
-            train(tuned(folder, name, rows, **given | dict(val=str(folder / rows), eval_tokens=10**6, lr=2e-3)))
+            more = dict(val=str(folder / rows), eval_tokens=10**6, eval_every=every("3"), lr=2e-3)
+            train(tuned(folder, name, rows, **given | more))
             done[name] = folder / name, folder / rows
         return done[name]
 

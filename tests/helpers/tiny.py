@@ -17,6 +17,8 @@ from trireme.models.rows import make_rows, rope_tables
 from trireme.models.sizes import narrow, shapes
 from trireme.storage.layout import pack
 
+transformers.PretrainedConfig.__repr__ = object.__repr__  # slow, and made of each config that is read, to be logged
+
 LLAMA = dict(
     vocab_size=97,
     hidden_size=40,

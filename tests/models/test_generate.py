@@ -44,8 +44,7 @@ def units_of(tiny, asked=None):
 def test_greedy_as_transformers(case):
     reference, cfg = either(case)
     tiny = Tiny(cfg, reference.state_dict())
-    expected = oracle_generate(reference, PROMPTS, 12)
-    assert generate(cfg, units_of(tiny), PROMPTS, 12) == expected
+    assert generate(cfg, units_of(tiny), PROMPTS, 8) == oracle_generate(reference, PROMPTS, 8)
 
 
 @pytest.mark.parametrize("case", ["gpt2", "qwen3.5"])

@@ -102,7 +102,6 @@ def test_with_export_best_both_figures_are_those_of_the_output(plays, tmp_path, 
 
 
 @pytest.mark.full
-@pytest.mark.full
 def test_a_run_that_makes_nothing_better_says_so_first(plays, tmp_path, capsys):
     train(replace(plays, out=str(tmp_path / "out"), lr=2.0, max_steps=2, general=None))
     last = capsys.readouterr().out.split("step 2", 2)[-1].splitlines()[1:]

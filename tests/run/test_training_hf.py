@@ -1,4 +1,4 @@
-"""20 steps of training beside transformers and torch's AdamW: the same losses, at the same clipped norms."""
+"""Steps of training beside transformers and torch's AdamW: the same losses, at the same clipped norms."""
 
 from dataclasses import replace
 
@@ -21,7 +21,7 @@ from trireme.models.rows import neftune, rope_tables
 
 pytestmark = pytest.mark.grid
 
-STEPS, LR = 20, 5e-3
+STEPS, LR = 12, 5e-3
 SMALL = dict(
     vocab_size=96,
     hidden_size=32,
@@ -110,9 +110,9 @@ def both(family, queues, dtype):
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "qwen2", "granite", "gpt_oss", "glm4_moe"])
-def test_twenty_steps_in_fp32(family):
+def test_losses_and_norms_in_fp32_are_those_of_torch(family):
     ours, theirs = both(family, RealQueues(threads=False), "F32")
-    assert ours[-1][0] < 0.6 * ours[0][0]  # the batch is the same every step: it is learnt
+    assert ours[-1][0] < 0.8 * ours[0][0]  # the batch is the same every step: it is learnt
     for (loss, norm), (expected, expected_norm) in zip(ours, theirs, strict=True):
         assert loss == pytest.approx(expected, rel=1e-4, abs=2e-5)  # small at the end
         assert norm == pytest.approx(expected_norm, rel=5e-3)  # 1.01e-3 without vector instructions
@@ -166,7 +166,7 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 @pytest.mark.full
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("family", IN_BF16)
-def test_twenty_steps_in_bf16(family, device):
+def test_losses_in_bf16_stay_near_those_in_fp32(family, device):
     """bf16 computes with three digits and the masters are fp32: the losses stay beside those of fp32 training."""
     ours, theirs = both(family, RealQueues(device), "BF16")
     for (loss, _), (expected, _) in zip(ours, theirs, strict=True):

@@ -10,7 +10,7 @@ import transformers
 from adapters_of_peft import loaded
 from engines import JitterQueues, adapters, batches, exchange, final_weights, gpu_plan, opened, train
 from packed_files import FORMATS, STATE, rewrite, write_packed
-from runs import losses, make_small, options, stopped
+from runs import NARROW, losses, make_small, options, stopped
 from safetensors.torch import load_file, save_file
 from tiny import HYBRID, LLAMA, oracle
 
@@ -66,8 +66,7 @@ def test_adapters_are_trained_as_on_its_copy_in_bf16(made, form, tmp_path):
     """Packed in every tier, in place too, blocks and sub-layers: bitwise the run on decoded weights."""
     (folder, plain, _), targets, late = made(form), FORMATS[form].targets, lambda: JitterQueues(1)
     last = ("ssd", True, dict(halves=True, window=1, queues=late()))
-    ways = [("gpu", False, {}), ("ram", False, {}), ("ssd", False, dict(queues=late())), ("ssd", True, {}),
-            ("ram", False, dict(halves=True)), last]  # fmt: skip
+    ways = [("gpu", False, {}), ("ssd", True, {}), ("ram", False, dict(halves=True)), last]
     if form in ("fp8, experts", "gpt-oss"):
         ways += [("ssd", True, dict(halves=True, slices=2)), ("ram", False, dict(halves=True, slices=3))]
     elif form in ("fp8, one in bf16", "nf4, double", "nf4, experts"):  # some is decoded as it is read: not in place
@@ -442,7 +441,7 @@ def test_a_malformed_release_is_one_line(made, form, case, tmp_path):
 @pytest.mark.full
 @pytest.mark.parametrize(("form", "lora"), [("fp8", 4), ("modelopt", None)])
 def test_a_run_on_packed_weights_is_stopped_and_goes_on(tmp_path, monkeypatch, form, lora):
-    folder = make_small(tmp_path) / "checkpoint"
+    folder = make_small(tmp_path, **NARROW) / "checkpoint"
     state, files = load_file(folder / "model.safetensors"), {}
     for name, t in state.items():
         packed = FORMATS[form].pack(name, t)[0] if t.dim() == 2 and "layers" in name else {"": t}

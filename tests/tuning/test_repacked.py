@@ -86,8 +86,8 @@ def test_what_an_adapter_changes_is_packed_as_before_and_nothing_else_changes(fo
 def test_how_many_rows_are_encoded_at_a_time_changes_no_bit(form, tmp_path):
     """Also of a matrix with as many rows as a block."""
     source, _ = packed(tmp_path, form)
-    rows = {name: partial(source.rows, name) for name in source.tensors if source.packs(name)}
-    few, many = (repacked(source, rows, most) for most in (1, 1 << 20))
+    names = [name for name in source.tensors if source.packs(name) and ".layers.0." in name]
+    few, many = (repacked(source, {name: partial(source.rows, name) for name in names}, n) for n in (300, 1 << 20))
     for part in few.places:
         assert b"".join(map(bytes, few.values(part))) == b"".join(map(bytes, many.values(part)))
 
