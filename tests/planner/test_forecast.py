@@ -16,14 +16,7 @@ from trireme.engine.build import in_ram, placed
 from trireme.engine.plan import UnitPlan
 from trireme.engine.planner.choose import first_plan
 from trireme.engine.planner.forecast import Files, Forecast, Work
-from trireme.engine.planner.lines import (
-    cell,
-    disk_line,
-    memory_lines,
-    ready_line,
-    time_line,
-    wear_line,
-)
+from trireme.engine.planner.lines import cell, disk_line, memory_lines, ready_line, time_line, wear_line
 from trireme.engine.planner.predict import Batch, predict_evaluation
 from trireme.engine.planner.rates import SHEETS, assume
 from trireme.engine.planner.rule import Wanted, simple_plan

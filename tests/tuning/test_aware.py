@@ -36,6 +36,10 @@ PACKINGS = {
 }  # fmt: skip
 
 
+# Experts, matrices of each, their rows and columns. The last two are read in strips of rows, of 2^22 numbers at most.
+SUMS = [(1, 1, 80, 64), (4, 1, 48, 96), (3, 2, 24, 64), (1, 1, 2064, 2112), (1, 2, 1040, 2112)]
+
+
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     """Name of FORMATS -> the folder with `packed` and `plain`."""
@@ -61,9 +65,8 @@ def engine(folder, targets, knows=True, tier="ram", dtype="F32", **change):
     return e, cfg
 
 
-def trained(e):
-    seen = train(e, batches(e.cfg, 3, 2, 24), lr=LR)
-    return seen, final_weights(e)
+def trained(e, steps=3):
+    return train(e, batches(e.cfg, steps, 2, 24), lr=LR), final_weights(e)
 
 
 @pytest.mark.grid("mxfp4")
@@ -91,12 +94,12 @@ def test_the_merged_model_has_the_loss_of_training(made, form, tmp_path):
 @pytest.mark.parametrize("form", ["fp8, experts", "gpt-oss", "modelopt, experts", "int4, zeros"])
 def test_placement_changes_no_bit(made, form):
     folder, targets = made(form) / "packed", FORMATS[form].targets
-    expected = trained(engine(folder, targets, dtype="BF16")[0])
+    expected = trained(engine(folder, targets, dtype="BF16")[0], 2)
     ways = [("gpu", {}), ("ssd", dict(halves=True, queues=JitterQueues(1)))]
     if "experts" in targets:
         ways[1:] = [("ram", dict(halves=True, at_once=2)), ("ssd", dict(halves=True, slices=3, queues=JitterQueues(2)))]
     for tier, change in ways:
-        seen, weights = trained(engine(folder, targets, True, tier, "BF16", **change)[0])
+        seen, weights = trained(engine(folder, targets, True, tier, "BF16", **change)[0], 2)
         assert seen == expected[0], (tier, change)
         assert all(torch.equal(t, expected[1][name]) for name, t in weights.items())
 
@@ -119,12 +122,10 @@ def packed(packing, w):
 
 @pytest.mark.grid
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("strip", [1 << 22, 700, 1])
-@pytest.mark.parametrize(("experts", "each", "rows", "columns"), [(1, 1, 80, 64), (4, 1, 48, 96), (3, 2, 24, 64)])
+@pytest.mark.parametrize(("experts", "each", "rows", "columns"), SUMS)
 @pytest.mark.parametrize("name", PACKINGS)
-def test_a_sum_in_strips_is_that_of_whole_matrices(name, experts, each, rows, columns, strip, device, monkeypatch):
+def test_a_sum_in_strips_is_that_of_whole_matrices(name, experts, each, rows, columns, device):
     """But for last bits of sums of several products, which may lie at the edge between two codes."""
-    monkeypatch.setattr(rounded, "STRIP", strip)
     dice, packing = torch.Generator().manual_seed(len(name)), PACKINGS[name]
     parts, base = packed(packing, torch.randn(experts * each, rows, columns, generator=dice))
     a, b = (torch.randn(experts, 3, n, generator=dice) / 3 for n in (columns, each * rows))
@@ -133,7 +134,8 @@ def test_a_sum_in_strips_is_that_of_whole_matrices(name, experts, each, rows, co
     parts = parts if experts > 1 else [part.squeeze(0) for part in parts]
     parts, out = [part.to(device) for part in parts], torch.empty_like(total, device=device)
     made = decode_sum(packing, parts, a.to(device), b.to(device), 2.0, out if experts > 1 else out[0], True)
-    assert ((made.view(total.shape).cpu() - expected).abs() > 1e-6 * expected.abs().max()).sum() <= 2
+    off = ((made.view(total.shape).cpu() - expected).abs() > 1e-6 * expected.abs().max()).sum()
+    assert off <= 2 + total.numel() // 250_000
 
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
