@@ -15,7 +15,7 @@ from trireme.engine.data.find import find
 from trireme.engine.data.prepare import DataOptions, Kind
 from trireme.engine.data.taught import is_scores, read_names
 from trireme.engine.planner.sizes import find_model
-from trireme.engine.run import folder, screen
+from trireme.engine.run import config_file, folder, screen
 from trireme.engine.run.after import hub
 from trireme.engine.run.options import Method, Options, Reading, table
 from trireme.engine.tuning.adapters import Adapter, adapts_experts, separate_names
@@ -157,20 +157,21 @@ def preference_of(o: Method) -> Preference | None:
 
 
 def class_names(o: Options, raw: dict[str, Any]) -> tuple[str, ...]:
-    """The names of a classifier's labels: those of config.json, those given, or those of the data. Raises
-    InputError.
+    """The names of a classifier's labels: of config.json, of the run that wrote the adapter, of the options, or of the
+    data. Raises InputError.
     """
     if o.method != "classify":
         return ()
     there = config.labels_of(raw, o.model)
-    known = names_in(raw, there) if there > 1 else ()
-    if known:
+    before = config_file.of_run(Path(o.adapter)) if o.adapter else None
+    known = names_in(raw, there) if there > 1 else before.labels if before else ()
+    if there > 1:
         check_problem(raw, o.model)
     names = known or o.labels or (find_labels(o.data, o.map) if o.data else ())
     if len(names) < 2 or len(set(names)) < len(names):
         raise InputError("--method classify: which classes? Give two or more different names: --labels A,B.")
     if o.labels and names != o.labels:
-        raise InputError(f"--labels: the checkpoint is a classifier of {','.join(known)[:200]}. Leave it out.")
+        raise InputError(f"--labels: the model is a classifier of {','.join(known)[:200]}. Leave it out.")
     return names
 
 
