@@ -157,9 +157,7 @@ def preference_of(o: Method) -> Preference | None:
 
 
 def class_names(o: Options, raw: dict[str, Any]) -> tuple[str, ...]:
-    """The names of a classifier's labels: of config.json, of the run that wrote the adapter, of the options, or of the
-    data. Raises InputError.
-    """
+    """Labels of a classifier: of config.json, the adapter's run, the options, or the data. Raises InputError."""
     if o.method != "classify":
         return ()
     there = config.labels_of(raw, o.model)

@@ -81,6 +81,14 @@ def test_merged_later_it_is_the_same(name, finished, said, tmp_path):
     assert all((tmp_path / "later" / n).read_bytes() == (out / "merged" / n).read_bytes() for n in names)
 
 
+@pytest.mark.full
+def test_an_adapter_of_classes_keeps_them(finished, tmp_path):
+    out, _ = finished("classify lora")
+    cats = write_rows(tmp_path / "cats.jsonl", [row for row in CLASSES if row["label"] == "cat"])
+    plan = trireme.plan(model=out.parent / "checkpoint", adapter=out, data=cats, method="classify", device="cpu")
+    assert any("classify (cat, dog)" in line for line in plan.report)
+
+
 # ---------------------------------------------------------------- scores
 
 
@@ -175,7 +183,6 @@ def test_scores_are_continued_and_never_mixed(scored, tmp_path):
 
 REFUSED = {  # case -> (words, what the line names); FULL, CLASSES, ADAPTER: folders of finished runs
     "no folder": (["eval", "nowhere", "--data", "x.txt"], "nowhere"),
-    "no data": (["eval", "FULL"], "--data FILE"),
     "a base without an adapter": (["eval", "FULL", "--model", "x", "--data", "x.txt"], "adapter_config.json"),
     "too long": (["eval", "FULL", "--data", "x.txt", "--seq-len", "99999"], "positions"),
     "a reference without a method": (["eval", "FULL", "--data", "x.txt", "--reference", "FULL"], "--reference"),

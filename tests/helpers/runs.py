@@ -248,6 +248,7 @@ FINISHED = {  # options of each run
     "lora": dict(rows="stories.txt", lora=4, merge=True),
     "dpo": dict(rows="pairs.jsonl", method="dpo", beta=0.3),
     "classify": dict(rows="classes.jsonl", method="classify"),
+    "classify lora": dict(rows="classes.jsonl", method="classify", lora=4),
     "reward": dict(rows="pairs.jsonl", method="reward", center_rewards_coefficient=0.2),
 }
 
