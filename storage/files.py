@@ -292,11 +292,11 @@ def lock_folder(path: Path, stack: ExitStack) -> list[Path]:
     stack.callback(os.close, fd)
     if not lock(fd):
         owner = os.pread(fd, 20, 0).decode(errors="replace")
-        raise StoreError(
-            errno.EWOULDBLOCK, f"is in use by process {owner}; wait for its end, or name another", str(path)
-        )
+        raise StoreError(errno.EBUSY, f"is in use by process {owner} until it ends", str(path))
     if os.fstat(fd).st_nlink == 0:  # deleted: the next process would lock another file
-        raise StoreError(errno.EAGAIN, "was in use until this moment, by a run that has ended. Start again", str(path))
+        raise StoreError(
+            errno.ECANCELED, "was in use until this moment, by a run that has ended. Start again", str(path)
+        )
     with suppress(OSError):  # full disk: only the owner's id is lost
         os.ftruncate(fd, 0)
         os.pwrite(fd, str(os.getpid()).encode(), 0)

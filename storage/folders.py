@@ -164,7 +164,10 @@ def is_finished(path: Path, run: str) -> bool:
 def remove_finished(paths: Sequence[Path], run: str = "") -> None:
     """Completes the removal of a run's store. Raises StoreError if it is in use."""
     parts = [path for path in paths if is_finished(path, run) or not (path / FINISHED).exists()]
-    discard([*_finished(parts), *(path for path in parts if (path / LOCK).exists() and not _holds_store(path))])
+    discard(_finished(parts))
+    for path in (path for path in parts if (path / LOCK).exists() and not _holds_store(path)):
+        with suppress(StoreError):  # another run begins one there
+            discard([path])
 
 
 def discard(paths: Sequence[Path], progress: Callable[[int], object] = lambda _: None) -> None:

@@ -43,7 +43,7 @@ CURES = {
     **dict.fromkeys(FAILING, " Is its drive failing? See dmesg."),
     **dict.fromkeys((errno.EMFILE, errno.ENFILE), " Raise `ulimit -n`."),
     **dict.fromkeys((errno.ENOSPC, errno.EDQUOT, errno.EFBIG), " Free some space there, or name another folder."),
-    **dict.fromkeys(TAKEN := (errno.EEXIST, errno.ENOTDIR), " Name another folder."),
+    **dict.fromkeys(TAKEN := (errno.EEXIST, errno.ENOTDIR, errno.EBUSY), " Name another folder."),
     **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), " Change its permissions, or name another."),
 }
 # Spinning threads of torch: steps ten times slower on a busy CPU. Segments that grow: none of a GPU's memory is lost to

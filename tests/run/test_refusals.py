@@ -1,5 +1,6 @@
 """Mistakes of users: each ends in one line that names the culprit, with its exit code; what the line advises works."""
 
+import fcntl
 import json
 import re
 import shlex
@@ -28,10 +29,10 @@ REFUSED = [
     ("OWNER/NAME --data stories.txt --adapter nowhere", 2, "--adapter nowhere", None),
     ("OWNER/NAME --data stories.txt --chat-template nowhere", 2, "--chat-template nowhere", None),
     ("OWNER/NAME --data stories.txt --beta 0.1", 2, "--beta is for --method", ""),
-    (f"{RUN} --out model", 2, "--out model is not an empty folder", None),
     (f"{RUN} --out stories.txt", 2, "stories.txt is not an empty folder", None),
     (f"{RUN} --out full", 2, "--out full is not an empty folder", f"{RUN} {SMALL}"),
     ("stories.txt --data stories.txt", 2, "stories.txt is a file", None),
+    (f"{RUN} --store busy {SMALL}", 2, "busy.*in use by.*another", f"{RUN} {SMALL}"),
     (f"{RUN} --store stories.txt {SMALL}", 2, "stories.txt.*another", f"{RUN} {SMALL}"),
     ("gguf --data stories.txt", 2, "gguf holds GGUF", None),
     (f"{RUN} --lora", 2, "--lora 16 is usual", f"{RUN} --lora 16 {SMALL}"),
@@ -62,7 +63,6 @@ REFUSED = [
     ("--shape qwen3-8b", 2, "--shape.*--dry-run", "--shape qwen3-8b --dry-run --assume gpu=h200,ram=500GiB"),
     ("--resume nowhere", 2, "nowhere", None),
     ("--resume", 2, "no unfinished run in runs/", None),
-    ("--resume model", 2, "--resume model", None),
     (f"{RUN} --resume x --out y", 2, "--out: a resumed run has its own", ""),
     ("model other --data stories.txt", 2, "other was not expected", None),
     ("chat model", 2, "model was not expected.*sample", None),
@@ -84,7 +84,10 @@ def place(here):
     write("gguf/model-q4.gguf", b"GGUF")
     rows = [dict(prompt=f"{i} is", chosen=f" {i}", rejected=f" {i + 1}") for i in range(20)]
     write("pairs.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
-    return here
+    Path("busy").mkdir()
+    with Path("busy/store.lock").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        yield here
 
 
 def without(words: list[str], said: str) -> list[str] | None:
