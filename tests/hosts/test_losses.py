@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 from runs import NARROW, HostRun, alone, hold, losses, make_small, text, write_rows
 
+from trireme.engine.run import cli, job
+
 DATA = {"sft": "weighted", "kto": "labels"}  # pairs otherwise
 
 
@@ -23,6 +25,8 @@ def folder(tmp_path_factory) -> Path:
     }
     for name, make in rows.items():
         write_rows(where / f"{name}.jsonl", (make() for _ in range(40)))
+    for method in ("sft", "dpo"):  # so that hosts, which are forked, know what a block takes
+        job.make(cli.parse(command(where, where / "planned", method))[1])
     return where
 
 

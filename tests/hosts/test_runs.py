@@ -19,7 +19,7 @@ from script_files import ROOT
 
 from trireme.engine.gradients import SharedGradients
 from trireme.engine.queues import watchdog
-from trireme.engine.run import planning, state
+from trireme.engine.run import cli, job, planning, state
 from trireme.engine.run.evaluate import Evaluator
 from trireme.engine.run.folder import Folder
 from trireme.storage.files import StoreError
@@ -28,8 +28,10 @@ from trireme.storage.store import Store
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """With a checkpoint and its text."""
-    return make_small(tmp_path_factory.mktemp("hosts"), **NARROW)
+    """With a checkpoint and its text. Planned here first, so that hosts, which are forked, know what a block takes."""
+    where = make_small(tmp_path_factory.mktemp("hosts"), **NARROW)
+    job.make(cli.parse(command(where, where / "planned"))[1])
+    return where
 
 
 def command(folder: Path, out: Path, *more: str) -> list[str]:
