@@ -82,7 +82,7 @@ def test_spread_is_even():
 
 
 @given(st.integers(0, 40), st.integers(0, 40))
-def test_the_largest_is_found(n, most):
+def test_bisection_gives_the_largest_that_fits(n, most):
     assert largest(n, lambda k: k <= most) == min(n, most)
 
 

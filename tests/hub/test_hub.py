@@ -93,7 +93,7 @@ SETS = {
 
 
 @pytest.mark.parametrize("case", SETS)
-def test_files_of_a_data_set(case):
+def test_files_of_a_data_set_are_chosen_or_named(case):
     """Those to train on; where it is not clear which, the message names some."""
     files, file, wanted = SETS[case]
     if isinstance(wanted, list):
@@ -103,7 +103,7 @@ def test_files_of_a_data_set(case):
         names.chosen(names.Name("a/b", file=file), files)
 
 
-def test_names_and_paths(tmp_path, monkeypatch):
+def test_a_name_is_written_as_it_was_read_and_a_path_stays_a_path(tmp_path, monkeypatch):
     """A path stays a path; weights, revisions and files are read and written the same way."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "here").mkdir()

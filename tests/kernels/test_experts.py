@@ -109,7 +109,7 @@ def test_reference_routing_is_autograds(rule):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("load", LOADS)
 @pytest.mark.parametrize(("N", "E", "k"), [(1, 4, 1), (50, 6, 2), (33, 40, 8)])
-def test_sort(device, load, N, E, k):
+def test_pairs_are_sorted_as_by_the_reference(device, load, N, E, k):
     experts = choices(load, N, E, k, device)
     order, plain = order_.sort_pairs(experts, E), reference.sort_pairs(experts, E)
     for ours, theirs in zip(order[:3], plain[:3], strict=True):
@@ -197,7 +197,7 @@ def check_in_parts(whole, sorted_rows, order, k, w, r):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("load", "N", "E", "k", "D"), [(LOADS[1], 29, 5, 2, 40), (LOADS[0], 3, 12, 8, 1100)])
-def test_rows(device, dtype, load, N, E, k, D):
+def test_combined_rows_are_those_of_the_reference(device, dtype, load, N, E, k, D):
     order = reference.sort_pairs(choices(load, N, E, k, device), E)
     sorted_rows, residual = randn(N * k, D, device=device, dtype=dtype), randn(N, D, device=device, dtype=dtype)
     weights = randn(N, k, device=device, dtype=torch.float32)

@@ -300,7 +300,7 @@ def test_calls_from_several_threads_take_turns():
 
 
 @pytest.mark.parametrize("compiled", [True, False])
-def test_updates_together(compiled, uncompiled):
+def test_updates_of_several_units_have_the_bits_of_each_alone(compiled, uncompiled):
     units = [state(n, True, BF16, seed=n) for n in (host_adamw.RECORD + 5, 0, 17, 3 * host_adamw.RECORD)]
     want, got = [copies(t) for t in units], [copies(t) for t in units]
     with (host_adamw if compiled else uncompiled).Workers(3) as workers:

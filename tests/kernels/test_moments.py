@@ -31,7 +31,7 @@ def state(n, width):
 @pytest.mark.parametrize("signed", [True, False])
 @pytest.mark.parametrize("floor", [0, 1, 500, 1016, 1780])
 @pytest.mark.parametrize("drawn", [0, 0xFFFF])
-def test_codes_survive(signed, floor, drawn):
+def test_decoded_codes_are_encoded_to_themselves(signed, floor, drawn):
     """What a code stands for is encoded to itself, whatever the noise; all but the last step above the floor."""
     code = torch.arange(256, dtype=torch.int32).to(torch.uint8)
     x = moments.decode8(code, torch.tensor([floor], dtype=torch.int16), signed)

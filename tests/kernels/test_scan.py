@@ -119,7 +119,7 @@ def test_chunks_are_the_recurrence(form, lengths):
             check(own, exact, 1e-12)
 
 
-def test_decays():
+def test_gradients_of_decays_are_autograds_and_zero_where_clamped():
     """dt is clamped, and its gradient is zero where it is."""
     torch.manual_seed(0)
     a, A_log, bias = (torch.randn(n, dtype=torch.float64, requires_grad=True) for n in ((9, 3), (3,), (3,)))

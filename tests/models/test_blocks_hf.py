@@ -146,7 +146,7 @@ def check_tables(reference, cfg):
 
 
 @pytest.mark.parametrize("folder", ["stories260k", "capp-gpt2"])
-def test_real_checkpoint(real, folder):
+def test_a_real_checkpoint_has_the_losses_that_transformers_gave(real, folder):
     """Losses and gradient norms that transformers gave for a real checkpoint."""
     expected = json.loads((real / folder / "reference.json").read_text())
     cfg = read_config(real / folder)
@@ -161,7 +161,7 @@ def test_real_checkpoint(real, folder):
 
 @pytest.mark.parametrize("grad_dtype", ["F32", "BF16"])
 @pytest.mark.parametrize("case", ["gpt2", "llama biases", "qwen3", "phi3", "granite", "olmo2", "gemma3"])
-def test_bf16(case, grad_dtype):
+def test_gradients_in_bf16_are_as_near_as_those_of_transformers(case, grad_dtype):
     """In bf16 our gradients are as near to the fp32 ones as those of transformers in bf16."""
     reference, cfg = oracle(*CASES[case])
     lengths = [30, 14]

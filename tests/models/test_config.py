@@ -68,7 +68,7 @@ def quantized(said) -> dict:
         (dict(model_type="qwen3", sliding_window=None, use_sliding_window=True, max_window_layers=1), 0, 0),
     ],
 )
-def test_sliding_window(keys, window, window_from):
+def test_layers_from_one_on_have_the_window(keys, window, window_from):
     cfg = parse_config(LLAMA | dict(num_key_value_heads=8) | keys)
     assert [own.attention.window for own in cfg.layers] == [0] * window_from + [window] * (32 - window_from)
 
@@ -266,7 +266,7 @@ def test_the_page_of_families_is_as_the_table():
 
 
 @pytest.mark.parametrize("text", [None, "", "{", "[]", "null", '{"a": 1', '{"a": 1, "a": 2}', "\udcff", "[" * 100_000])
-def test_unreadable(tmp_path, text):
+def test_a_config_that_is_missing_or_no_json_is_refused(tmp_path, text):
     if text is not None:
         (tmp_path / "config.json").write_bytes(text.encode("utf-8", "surrogateescape"))
     with pytest.raises(InputError, match="config.json"):

@@ -116,7 +116,7 @@ def test_prompts_are_cut_to_what_memory_holds(cfg):
     assert not any(evaluate.fitted(e, LONG))
 
 
-def test_prompts_differ():
+def test_prompts_are_of_different_rows():
     rows = [[1, 2, 3], [4, 5, 6], [1, 2, 3], [7, 8, 9]]
     ids = [np.array(row * 4) for row in rows]
     labels = [np.where(np.arange(12) < len(row) + k // 3, -100, row * 4) for k, row in enumerate(rows)]

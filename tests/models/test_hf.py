@@ -19,7 +19,7 @@ def shapes_of(cfg):
 
 
 @pytest.mark.parametrize("cfg", [GPT2, LLAMA, TIED])
-def test_names_as_they_are(cfg):
+def test_names_of_a_released_model_stay(cfg):
     found = shapes_of(cfg)
     assert canonical_names(cfg, found) == sources(cfg, found) == {name: name for name in found}
 
@@ -108,7 +108,7 @@ def test_buffers_are_ignored(cfg, buffers):
     assert sources(cfg, found).keys() == shapes_of(cfg).keys()
 
 
-def test_faults_are_named():
+def test_a_missing_unknown_or_misshapen_tensor_is_named():
     found = shapes_of(LLAMA)
     wrong = found | {"lm_head.weight": (8, 11)}
     unknown = found | {"score.weight": (2, 8)}

@@ -22,6 +22,6 @@ OTHERS = (
     ("case", "dtype", "grad_dtype"),
     [(case, *DTYPES[i % 3]) for i, case in enumerate((*FIRST, *OTHERS))],
 )
-def test_every_subset_of_saved(case, dtype, grad_dtype):
+def test_gradients_are_equal_whatever_is_saved(case, dtype, grad_dtype):
     model_type, keys = CASES[case]
     check_every_subset(model_type, dtype, grad_dtype, few=case in OTHERS, **keys)

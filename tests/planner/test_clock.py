@@ -26,7 +26,7 @@ def time_():
     return Time()
 
 
-def test_time_counts_once(time_):
+def test_time_within_another_part_counts_once(time_):
     clock = Clock(time_)
     time_.pass_(5)
     with clock.at("evaluations"):

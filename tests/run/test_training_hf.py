@@ -22,16 +22,10 @@ from trireme.models.rows import neftune, rope_tables
 pytestmark = pytest.mark.grid
 
 STEPS, LR = 12, 5e-3
-SMALL = dict(
-    vocab_size=96,
-    hidden_size=32,
-    intermediate_size=48,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    max_position_embeddings=64,
-    pad_token_id=None,
-)  # fmt: skip; the row of a padding token would get no gradient
+SMALL = dict(  # without a padding token, whose row would get no gradient
+    vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+    num_key_value_heads=2, max_position_embeddings=64, pad_token_id=None,
+)  # fmt: skip
 TYPES = ["sliding_attention", "full_attention"]
 FAMILIES = {  # that differ in what is updated; steps of all are in tests/engine/test_oracle_steps.py
     "gpt2": dict(vocab_size=96, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=0, eos_token_id=0),
