@@ -6,11 +6,11 @@ One of them alone: python scripts/bench/rivals.py zero-offload llama-1.3b --toke
 
 `torch` is transformers with torch's fused AdamW on bf16; with --lora, peft's adapters; with --compile, the whole model
 compiled and nothing recomputed. `zero-offload` is DeepSpeed with fp32 AdamW on the CPU, `zero-infinity` with weights
-and optimizer state in files of --store too. A step of these is one micro-batch, which transfers weights and gradients
-once, without clipping. `roundpipe` is RoundPipe with fp32 AdamW on the CPU and its own micro-batches, whose weights are
-one step old unless --updates is sync. These use Liger where it is installed, unless compiled. `unsloth` is unsloth with
-its own kernels, loss and checkpoints in RAM, torch's fused AdamW on adapters in fp32, under autocast as by its trainer,
-on a base in bf16 or nf4, which it loads from a checkpoint of random weights in --store, made there once.
+and optimizer state in files of --store too: their step is one micro-batch, which transfers weights and gradients once.
+`roundpipe` is RoundPipe with fp32 AdamW on the CPU, whose weights are one step old unless --updates is sync. These use
+Liger where it is installed, unless compiled. `unsloth` is unsloth with its own kernels, loss and checkpoints in RAM,
+torch's fused AdamW on adapters in fp32, under autocast as by its trainer, on a base in bf16 or nf4, which it loads from
+a checkpoint of random weights in --store, made there once. Nobody clips.
 """
 
 from __future__ import annotations
@@ -45,19 +45,20 @@ from trireme.models.sizes import costs
 ATTENTION = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.MATH]
 ADAMW = dict(lr=1e-4, betas=(0.9, 0.95), weight_decay=0.01)
 GPU = "--gpu-memory 24GiB"
+HALF = f"{GPU} --layers 16"
 # (rival, model, tokens of a step, its options, Trireme's)
 LINES = (
     ("zero-offload", "llama-1.3b", 32768, GPU, f"{GPU} --ram 60GiB"),
     ("zero-offload", "llama-3b", 32768, GPU, f"{GPU} --ram 60GiB"),
-    ("roundpipe", "llama-8b", 32768, f"{GPU} --layers 16 --updates async", f"{GPU} --layers 16 --ram 95GiB --clip 0"),
-    ("roundpipe", "llama-8b", 32768, f"{GPU} --layers 16 --updates sync", f"{GPU} --layers 16 --ram 95GiB --clip 0"),
+    ("roundpipe", "llama-8b", 32768, f"{HALF} --micro-batches 2 --updates async", f"{HALF} --ram 95GiB --clip 0"),
+    ("roundpipe", "llama-8b", 32768, f"{HALF} --micro-batches 2 --updates sync", f"{HALF} --ram 95GiB --clip 0"),
     ("zero-infinity", "llama-1.3b", 32768, GPU, f"{GPU} --ram 16GiB --placement ssd --clip 0"),
 )
 ADAPTERS = tuple(
-    ("unsloth", "llama-8b", tokens, f"{how} --recompute 1,0.9,0.65,0.3,0", f"{how} --ram 60GiB")
+    ("unsloth", "llama-8b", tokens, f"{how} --recompute 1,0.9,0.65,0.3,0 --micro-batches {micro}", f"{how} --ram 60GiB")
     for limit in (GPU, "--gpu-memory 48GiB", "")
     for base in ("", "--base nf4")
-    for tokens in (32768, 8192)
+    for tokens, micro in ((32768, 4), (8192, 1))
     for how in [f"--lora 16 --seq 2048 {base} {limit}"]
 )
 MANY = "--warmup 4 --steps 16"
@@ -116,12 +117,15 @@ def torch_rival(model, a):
     adamw = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], fused=True, **ADAMW)
 
     def step(ids: torch.Tensor) -> float:
-        with torch.autocast("cuda", torch.bfloat16, enabled=a.rival == "unsloth"):
-            loss = model(input_ids=ids, labels=ids).loss
-        loss.backward()
+        total = 0.0
+        for rows in ids.chunk(a.micro_batches):
+            with torch.autocast("cuda", torch.bfloat16, enabled=a.rival == "unsloth"):
+                loss = model(input_ids=rows, labels=rows).loss / a.micro_batches
+            loss.backward()
+            total += loss.detach()
         adamw.step()
         adamw.zero_grad(set_to_none=True)
-        return loss.item()
+        return float(total)
 
     return step
 
@@ -358,7 +362,7 @@ def arguments(argv: list[str]) -> argparse.Namespace:
         default=list(UPDATES),
         help="of roundpipe: async (of weights one step old), sync or, the default, both in turn",
     )
-    p.add_argument("--micro-batches", type=int, default=2, help="of roundpipe, by itself 2 on one GPU")
+    p.add_argument("--micro-batches", type=int, default=1, help="of a step; DeepSpeed's has one")
     p.add_argument("--store", default=".", help="a folder, of zero-infinity and of unsloth's checkpoint")
     p.add_argument("--compile", action="store_true", help="by torch.compile")
     p.add_argument("--warmup", type=int, default=2)
