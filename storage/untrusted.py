@@ -191,7 +191,7 @@ def checksum(buffers: Iterable[Buffer]) -> str:
 
 
 def summed(buffers: Iterable[Any], take: Callable[[str], None]) -> Iterator[Any]:
-    """The same buffers; after the last one calls found(checksum)."""
+    """The same buffers; after the last one calls take(checksum)."""
     sums = xxhash.xxh3_64()
     for buffer in buffers:
         sums.update(buffer)

@@ -90,14 +90,14 @@ def is_own(path: Path) -> bool:
     return False
 
 
-def changes(now: Options, before: Mapping[str, Any], kept: bool = False) -> list[str]:
-    """A line for each option that differs from `before`, which `saved` gave. `kept`: of those that are set, and that a
+def changes(now: Options, before: Mapping[str, Any], fixed: bool = False) -> list[str]:
+    """A line for each option that differs from `before`, which `saved` gave. `fixed`: of those that are set, and that a
     resumed run cannot change.
     """
     plain = lambda value: ", ".join(map(str, value)) if isinstance(value, list) else str(value)
     words = lambda value: "not set" if value in (None, "", []) else plain(value)[:500]
-    of = {name: value for name, value in saved(now).items() if not kept or "run" in FIELDS[name].metadata["kind"]}
-    both = [(name, value, before.get(name)) for name, value in of.items() if not (kept and value in (None, []))]
+    of = {name: value for name, value in saved(now).items() if not fixed or "run" in FIELDS[name].metadata["kind"]}
+    both = [(name, value, before.get(name)) for name, value in of.items() if not (fixed and value in (None, []))]
     return [f"{flag(name)} {words(value)}, was {words(was)}" for name, value, was in both if value != was]
 
 

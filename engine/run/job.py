@@ -232,7 +232,7 @@ def check_options(o: Options, snapshot: Snapshot | None) -> None:
         (len(o.betas) != 2, "--betas takes two numbers."),
         (o.teacher and here().hosts > 1, "--teacher: runs with one are on one host. Start it without torchrun."),
     ]
-    for change in config_file.changes(o, snapshot.options, kept=True) if snapshot else ():
+    for change in config_file.changes(o, snapshot.options, fixed=True) if snapshot else ():
         table.append((True, f"{change}: a resumed run keeps it. Leave it out."))
     if wrong := next((line for is_wrong, line in table if is_wrong), ""):
         raise InputError(wrong)

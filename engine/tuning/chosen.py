@@ -118,8 +118,8 @@ def linear_layers(cfg: ModelConfig) -> tuple[str, ...]:
     with_mlp = (layer for layer in cfg.layers if layer.mlp or layer.experts and layer.experts.shared)
     mlps = dict.fromkeys(layer.mlp_names for layer in with_mlp)
     latents = (cfg.names.mlp.latent_in, cfg.names.mlp.latent_out) if cfg.experts and cfg.experts.latent else ()
-    found = (*_mixers(cfg), *(name for names in mlps for name in (*names.up, names.down)), *latents)
-    return tuple(name for name in found if name not in cfg.family.unadapted)
+    linears = (*_mixers(cfg), *(name for names in mlps for name in (*names.up, names.down)), *latents)
+    return tuple(name for name in linears if name not in cfg.family.unadapted)
 
 
 def _mixers(cfg: ModelConfig) -> tuple[str, ...]:

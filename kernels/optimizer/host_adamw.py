@@ -58,20 +58,20 @@ def _output(command: list[str], env: Mapping[str, str] | None = None) -> bytes:
 
     Raises as subprocess.run.
     """
-    begun, pipe = list[subprocess.Popen[bytes]](), subprocess.PIPE
-    start = lambda: begun.append(subprocess.Popen(command, stdout=pipe, stderr=pipe, env=env, start_new_session=True))
+    started, pipe = list[subprocess.Popen[bytes]](), subprocess.PIPE
+    start = lambda: started.append(subprocess.Popen(command, stdout=pipe, stderr=pipe, env=env, start_new_session=True))
     try:
         with ThreadPoolExecutor(1) as pool:  # a signal that comes between its start and its name would lose a process
             pool.submit(int).result()  # from here on the end of the pool waits for its thread
             pool.submit(start).result()
-        out, err = begun[0].communicate(timeout=PATIENCE)
+        out, err = started[0].communicate(timeout=PATIENCE)
     except BaseException:
-        for process in begun:
+        for process in started:
             with process, contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
         raise
-    if begun[0].returncode:
-        raise subprocess.CalledProcessError(begun[0].returncode, command, out, err)
+    if started[0].returncode:
+        raise subprocess.CalledProcessError(started[0].returncode, command, out, err)
     return out
 
 

@@ -124,21 +124,21 @@ def parse_experts(keys: Keys, family: ExpertKeys | None, layers: int) -> list[Ex
     scale = keys.number(family.scale_key, family.scale, null) if family.scale_key else 1.0
     dense = _dense_layers(keys, family, layers)
     latent = keys.count(family.latent_key) if keys.raw.get(family.latent_key) is not None else 0
-    found = Experts(
+    experts = Experts(
         count, chosen, width, renormalise, shared, bool(gated), limit, family.bias, aux, family.sigmoid, scale,
         family.fp32, *_groups(keys, family, count, chosen), raw=family.raw, latent=latent,
     )  # fmt: skip
-    return [None if i in dense else found for i in range(layers)]
+    return [None if i in dense else experts for i in range(layers)]
 
 
 def _one(keys: Keys, name: str, layers: int) -> Keys:
     """`keys` with one number instead of a list of equal numbers, one for each layer."""
-    found = keys.raw.get(name)
-    if not isinstance(found, list):
+    values = keys.raw.get(name)
+    if not isinstance(values, list):
         return keys
-    if len(found) != layers or any(n != found[0] for n in found):
+    if len(values) != layers or any(n != values[0] for n in values):
         raise keys.error(name, f"a number, or {layers} times the same")
-    return Keys(keys.raw | {name: found[0]}, keys.where)
+    return Keys(keys.raw | {name: values[0]}, keys.where)
 
 
 def _groups(keys: Keys, family: ExpertKeys, count: int, chosen: int) -> tuple[int, int, bool]:

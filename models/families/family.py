@@ -143,16 +143,16 @@ class Family:
     @property
     def accepts(self) -> set[str]:
         """The keys of parse.INERT that models of this family read, so that all values are accepted."""
-        found = {"query_pre_attn_scalar", *self.caps} if self.query_scale else {*self.caps}
+        keys = {"query_pre_attn_scalar", *self.caps} if self.query_scale else {*self.caps}
         if self.partial:
-            found |= {"partial_rotary_factor"}
+            keys |= {"partial_rotary_factor"}
         if self.scaled:
-            found |= {"embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"}
+            keys |= {"embedding_multiplier", "attention_multiplier", "residual_multiplier", "logits_scaling"}
         if self.layers:
-            found |= {"per_layer_config"}
+            keys |= {"per_layer_config"}
         if self.multiplied:
-            found |= {"embedding_multiplier"}
-        return found | ({"no_rope_layers"} if self.unrotated == "listed" else set())
+            keys |= {"embedding_multiplier"}
+        return keys | ({"no_rope_layers"} if self.unrotated == "listed" else set())
 
 
 @dataclass(frozen=True)

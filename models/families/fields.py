@@ -32,10 +32,10 @@ def heads_of(keys: Keys, family: Family, width: int, heads: int) -> tuple[int, i
 
 
 def ropes_of(
-    keys: Keys, family: Family, head_dim: int, positions: int, found: list[int], latent: Latent | None
+    keys: Keys, family: Family, head_dim: int, positions: int, windows: list[int], latent: Latent | None
 ) -> list[Rope | None]:
     """The rope of each layer, given their windows; None for one without. Raises InputError."""
-    layers = len(found)
+    layers = len(windows)
     if not family.rotary:
         return [None] * layers
     if family.rope_said and not (keys.raw.get("rope_scaling") or keys.raw.get("rope_parameters")):
@@ -51,22 +51,22 @@ def ropes_of(
     rope, local = (replace(each, width=each.width or head_dim) for each in (rope, local))
     if family.thetas and keys.raw.get("layer_rope_theta") is not None:
         return _by_theta(keys, family, rope, layers)
-    bare = _unrotated(keys, family, found)
-    return [None if i in bare else local if window else rope for i, window in enumerate(found)]
+    bare = _unrotated(keys, family, windows)
+    return [None if i in bare else local if window else rope for i, window in enumerate(windows)]
 
 
-def _unrotated(keys: Keys, family: Family, found: list[int]) -> tuple[int, ...]:
+def _unrotated(keys: Keys, family: Family, windows: list[int]) -> tuple[int, ...]:
     """The layers without rope, by Family.unrotated."""
-    layers = len(found)
+    layers = len(windows)
     if family.unrotated == "listed":
         return unrotated_layers(keys, layers)
     if family.unrotated == "last":
         return tuple(i for i in range(layers) if (layers - 1 - i) % family.period == 0)
     if family.unrotated == "global":
-        return tuple(i for i, window in enumerate(found) if not window)
+        return tuple(i for i, window in enumerate(windows) if not window)
     if family.unrotated == "full":
         windowed = keys.raw.get("sliding_window", family.window) is not None
-        return tuple(i for i, window in enumerate(found) if not window) if windowed else ()
+        return tuple(i for i, window in enumerate(windows) if not window) if windowed else ()
     none = family.unrotated == "all" or (family.unrotated == "null" and _without_theta(keys))
     if family.unrotated == "typed":
         keys.refuse_unless("position_embedding_type", (None, "rope", "nope"))
@@ -76,8 +76,8 @@ def _unrotated(keys: Keys, family: Family, found: list[int]) -> tuple[int, ...]:
 
 def _without_theta(keys: Keys) -> bool:
     """Whether rope's theta is null, in its parameters or next to them: then transformers leaves rope out."""
-    found = keys.raw.get("rope_scaling") or keys.raw.get("rope_parameters")
-    holder = found if isinstance(found, dict) and "rope_theta" in found else keys.raw
+    scaling = keys.raw.get("rope_scaling") or keys.raw.get("rope_parameters")
+    holder = scaling if isinstance(scaling, dict) and "rope_theta" in scaling else keys.raw
     return holder.get("rope_theta", 0) is None
 
 
@@ -194,13 +194,13 @@ def _gate_of(keys: Keys, family: Family) -> Literal["", "queries", "values", "he
 
 def _heads_by_layer(keys: Keys, family: Family, layers: int, heads: int, kv_heads: int) -> list[int]:
     """The query heads of each layer."""
-    found = keys.raw.get(family.heads_key)
-    if found is None:
+    heads_of = keys.raw.get(family.heads_key)
+    if heads_of is None:
         return [heads] * layers
-    right = isinstance(found, list) and len(found) == layers
-    if not right or not all(type(n) is int and n > 0 and n % kv_heads == 0 for n in found):
+    right = isinstance(heads_of, list) and len(heads_of) == layers
+    if not right or not all(type(n) is int and n > 0 and n % kv_heads == 0 for n in heads_of):
         raise keys.error(family.heads_key, f"a list of {layers} multiples of num_key_value_heads = {kv_heads}")
-    return list(found)
+    return list(heads_of)
 
 
 def layers_of(keys: Keys, family: Family, width: int, layers: int, heads: int, positions: int) -> tuple[Layer, ...]:

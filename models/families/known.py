@@ -51,7 +51,7 @@ KNOWN = {  # (what they have, the nearest that is supported) -> their model type
     ),
     ("an encoder next to the decoder", "qwen3"): "t5 mt5 umt5 t5gemma bart mbart marian pegasus m2m_100 whisper",
 }
-_WHY = {model_type: found for found, types in KNOWN.items() for model_type in types.split()}
+_WHY = {model_type: reason for reason, types in KNOWN.items() for model_type in types.split()}
 
 
 def why_not(model_type: object, supported: tuple[str, ...]) -> str:

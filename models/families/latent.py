@@ -40,18 +40,18 @@ def parse_latent(keys: Keys, family: LatentKeys | None, heads: int) -> Latent | 
         return None
     keys.refuse_unless("num_key_value_heads", (None, heads), heads)
     q_rank = 0 if keys.raw.get("q_lora_rank", family.q_rank) is None else keys.count("q_lora_rank", family.q_rank)
-    found = Latent(
+    latent = Latent(
         q_rank,
         keys.count("kv_lora_rank", family.kv_rank),
         keys.count("qk_nope_head_dim", family.nope),
         keys.count("qk_rope_head_dim", family.rope),
         keys.count("v_head_dim", family.value),
     )
-    for name, n in (("qk_rope_head_dim", found.rope), ("qk_nope_head_dim", found.nope)):
+    for name, n in (("qk_rope_head_dim", latent.rope), ("qk_nope_head_dim", latent.nope)):
         if n % 2:
             raise keys.error(name, "an even number")
-    keys.refuse_unless("head_dim", (None, found.rope, found.head_dim))
-    keys.refuse_unless("qk_head_dim", (None, found.head_dim))
+    keys.refuse_unless("head_dim", (None, latent.rope, latent.head_dim))
+    keys.refuse_unless("qk_head_dim", (None, latent.head_dim))
     if not q_rank and keys.raw.get("attention_bias"):
         raise InputError(f'{keys.where}: "attention_bias" is not supported where "q_lora_rank" is null.')
-    return found
+    return latent

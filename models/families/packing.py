@@ -102,12 +102,12 @@ class Packing:
             return (*scales, self.block[1] // 2), scales
         if self.code == "nf4":  # blocks of the flattened matrix
             return (*lead, rows, columns // 2), (*lead, -(-rows * columns // self.block[1]), 1)
-        found = {
+        shapes = {
             "e4m3": ((rows, columns), (-(-rows // self.block[0]), groups)),
             "fp4": ((rows, columns // 2), (rows, groups), (1, 1)),
             "int4": ((rows, columns // 8), (rows, groups), (-(-rows // 8), groups)),
         }[self.code]
-        return tuple((*lead, *one) for one in found[: len(self.parts)])
+        return tuple((*lead, *one) for one in shapes[: len(self.parts)])
 
     def step(self, shape: Shape) -> int:
         """The rows of a matrix in a block, or in a word of zero points: parts can be divided there."""
@@ -128,11 +128,11 @@ class Packing:
             return (row,) * len(self.parts)
         if self.code == "nf4":
             return row, row * shape[-1] // self.block[1]
-        found = {
+        rows = {
             "fp4": (row, row, 0),
             "int4": (row, row, row // 8),
         }.get(self.code, (row, row // self.block[0]))
-        return found[: len(self.parts)]
+        return rows[: len(self.parts)]
 
     def decoded(self, codes: Shape) -> Shape | None:
         """The shape of the decoded matrix, given that of its codes; None where codes cannot have that shape."""

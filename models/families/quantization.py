@@ -38,15 +38,15 @@ def packing_of(
     `accepted` are the family's values of quant_method, `carried` what names of tensors begin with that are only copied.
     Raises InputError for other methods, and for settings that would change the numbers.
     """
-    found = said_of(keys.raw, keys.where)
+    settings = said_of(keys.raw, keys.where)
     if keys.raw.get("quantization"):
         raise _unsupported(keys.where, "MLX", f"for a {keys.raw.get('model_type')}", "quantization")
-    if found is None:
+    if settings is None:
         return None, ()
-    method = found.get("quant_method") if isinstance(found, dict) else None
+    method = settings.get("quant_method") if isinstance(settings, dict) else None
     if method in accepted and isinstance(method, str):
-        found, left = _without(found, carried) if method == "compressed-tensors" else (found, False)
-        packing, packed = READ[method](Keys(found, f"{keys.where}: quantization_config"), names)
+        settings, left = _without(settings, carried) if method == "compressed-tensors" else (settings, False)
+        packing, packed = READ[method](Keys(settings, f"{keys.where}: quantization_config"), names)
         return (replace(packing, left=carried) if left else packing), packed
     raise _unsupported(keys.where, method, f"for a {keys.raw.get('model_type')}")
 
@@ -64,18 +64,18 @@ def said_of(raw: dict[str, Any], where: str) -> Any:
     return said[0] if said else None
 
 
-def _without(found: dict[str, Any], carried: tuple[str, ...]) -> tuple[dict[str, Any], bool]:
+def _without(settings: dict[str, Any], carried: tuple[str, ...]) -> tuple[dict[str, Any], bool]:
     """(quantization_config without groups that are only of tensors which are copied, whether there were any).
 
     A group with the settings of another one stays.
     """
-    groups = found.get("config_groups")
+    groups = settings.get("config_groups")
     if not isinstance(groups, dict):
-        return found, False
+        return settings, False
     others = {name: group for name, group in groups.items() if not _is_of(group, carried)}
     if {*map(_settings, groups.values())} == {*map(_settings, others.values())}:
-        return found, False  # all are packed in one way
-    return found | {"config_groups": others}, True
+        return settings, False  # all are packed in one way
+    return settings | {"config_groups": others}, True
 
 
 def _settings(group: Any) -> str:
@@ -142,14 +142,14 @@ def _compressed(keys: Keys, names: Names) -> tuple[Packing, tuple[str, ...]]:
     groups = keys.raw.get("config_groups")
     if not isinstance(groups, dict) or not groups:
         raise keys.error("config_groups", "an object of groups")
-    found = {FORMATS[form](_weights(keys, name, group)) for name, group in groups.items() if not _of_others(group)}
-    if not found:
+    packings = {FORMATS[form](_weights(keys, name, group)) for name, group in groups.items() if not _of_others(group)}
+    if not packings:
         raise keys.error("config_groups", 'a group with "weights"')
-    if len(found) > 1:
+    if len(packings) > 1:
         raise InputError(f"{keys.where}: its groups have scales of several shapes, which is not supported.")
     start = lambda module: "*" * (module.startswith("re:") and not module.endswith("$"))  # which a name begins with
     left_out = [_glob(one) + start(one) for module in _left_out(keys, "ignore") for one in _alternatives(module)]
-    return found.pop(), _blocks(names, left_out, exact=True)
+    return packings.pop(), _blocks(names, left_out, exact=True)
 
 
 def _of_others(group: Any) -> bool:
@@ -205,10 +205,10 @@ def _group(keys: Keys) -> int:
 
 
 def _pair(keys: Keys, name: str) -> tuple[int, int]:
-    found = keys.raw.get(name)
-    if not isinstance(found, list) or len(found) != 2 or any(type(n) is not int or not 0 < n < 1 << 20 for n in found):
+    pair = keys.raw.get(name)
+    if not isinstance(pair, list) or len(pair) != 2 or any(type(n) is not int or not 0 < n < 1 << 20 for n in pair):
         raise keys.error(name, "two positive integers")
-    return found[0], found[1]
+    return pair[0], pair[1]
 
 
 def _glob(module: str) -> str:
@@ -229,10 +229,10 @@ def _left_out(keys: Keys, *others: str) -> list[str]:
     """The modules that are not quantized, by whichever key names them."""
     spelled = ("modules_to_not_convert", "ignored_layers", *others)
     name = next((name for name in spelled if keys.raw.get(name) is not None), spelled[0])
-    found: Any = keys.raw.get(name) or []
-    if not isinstance(found, list) or any(type(module) is not str for module in found):
+    modules: Any = keys.raw.get(name) or []
+    if not isinstance(modules, list) or any(type(module) is not str for module in modules):
         raise keys.error(name, "a list of names of modules")
-    return found
+    return modules
 
 
 def _blocks(names: Names, left_out: list[str], exact: bool = False) -> tuple[str, ...]:
@@ -242,13 +242,13 @@ def _blocks(names: Names, left_out: list[str], exact: bool = False) -> tuple[str
     `exact`: modules within those are not left out.
     """
     inner = "*" + names.block.removeprefix(names.base).format("*")  # also within a wrapper
-    found = [
+    globs = [
         f"{inner}*",
         *(f"!{inner}{name}.weight" for name in (names.mlp.router, names.mlp.shared_gate, names.mixer.conv) if name),
     ]
     for module in (name.replace(".*", "*") for name in left_out):
-        found += [*(() if exact else (f"!{module}", f"!{module}.*")), f"!*{module}.weight"]
-    return tuple(found)
+        globs += [*(() if exact else (f"!{module}", f"!{module}.*")), f"!*{module}.weight"]
+    return tuple(globs)
 
 
 FORMATS: dict[str, Callable[[Keys], Packing]] = {

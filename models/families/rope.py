@@ -83,10 +83,10 @@ def _parameters(keys: Keys, family: Family) -> tuple[Keys, Keys]:
 
 def _object(keys: Keys, raw: dict[str, Any], name: str) -> dict[str, Any]:
     """The object under a key of `raw`, empty where it is null or absent. Raises InputError if it is no object."""
-    found = raw.get(name) or {}
-    if not isinstance(found, dict):
+    values = raw.get(name) or {}
+    if not isinstance(values, dict):
         raise keys.error(name, "an object or null")
-    return found
+    return values
 
 
 def _theta(keys: Keys, inner: Keys, key: str, default: float, null: bool = False) -> float:

@@ -134,21 +134,21 @@ def _delta(keys: Keys, family: DeltaKeys, layers: int, width: int, heads: int) -
     kinds = tuple(dict.fromkeys((FULL, LINEAR, *family.pattern)))
     if family.pattern:
         usual = [family.pattern[i % len(family.pattern)] for i in range(layers)]
-    found = Scan(
+    scan = Scan(
         key_heads, heads, key_dim, value_dim, taps, most=2.0 if negative else 1.0, eps=family.eps,
         parts=(key_heads * key_dim, key_heads * key_dim, heads * value_dim) if family.apart else (),
     )  # fmt: skip
-    return [found if scans else None for scans in _layers(keys, "layer_types", layers, usual, kinds=kinds)]
+    return [scan if scans else None for scans in _layers(keys, "layer_types", layers, usual, kinds=kinds)]
 
 
 def _mamba(keys: Keys, family: MambaKeys, layers: int, width: int) -> list[Scan | None]:
     usual = [LINEAR] * layers
     for i in _attending(keys, family, layers):
         usual[i] = FULL
-    found = [True] * layers
+    scanned = [True] * layers
     if not family.with_attention:
-        found = _layers(keys, family.layers, layers, usual, family.attending)
-    if not any(found):
+        scanned = _layers(keys, family.layers, layers, usual, family.attending)
+    if not any(scanned):
         return [None] * layers
     heads, state, groups, taps = (keys.count(*key) for key in (family.heads, family.state, family.groups, family.taps))
     name, default = family.head_dim
@@ -169,7 +169,7 @@ def _mamba(keys: Keys, family: MambaKeys, layers: int, width: int) -> list[Scan 
     bias = keys.flag(family.conv_bias, True)
     made = Scan(groups, heads, state, head_dim, taps, delta=False, conv_bias=bias, low=low, high=high)
     made = _with_attention(keys, made) if family.with_attention else made
-    return [made if scans else None for scans in found]
+    return [made if scans else None for scans in scanned]
 
 
 def _with_attention(keys: Keys, own: Scan) -> Scan:
@@ -186,10 +186,10 @@ def _with_attention(keys: Keys, own: Scan) -> Scan:
 
 
 def _attending(keys: Keys, family: MambaKeys, layers: int) -> list[int]:
-    found: Any = (keys.raw.get(family.attending) or []) if family.attending else []
-    if not isinstance(found, list) or not all(type(i) is int and 0 <= i < layers for i in found):
+    attending: Any = (keys.raw.get(family.attending) or []) if family.attending else []
+    if not isinstance(attending, list) or not all(type(i) is int and 0 <= i < layers for i in attending):
         raise keys.error(family.attending, f"a list of layers, from 0 to {layers - 1}")
-    return found
+    return attending
 
 
 def _check(keys: Keys, name: str, d: int, taps: int, of_taps: str) -> None:

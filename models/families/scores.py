@@ -24,11 +24,11 @@ def labels_of(raw: dict[str, Any], where: str) -> int:
     if not (isinstance(first, str) and first.endswith(CLASS)):
         return 0
     names, keys = raw.get("id2label"), Keys(raw, where)
-    found = len(names) if isinstance(names, dict) and names else 2
-    found = keys.count("num_labels", found, MOST, null=found)
-    if found > MOST:
-        raise InputError(f"{where}: id2label has {found:,} labels; the most is {MOST:,}.")
-    return found
+    count = len(names) if isinstance(names, dict) and names else 2
+    count = keys.count("num_labels", count, MOST, null=count)
+    if count > MOST:
+        raise InputError(f"{where}: id2label has {count:,} labels; the most is {MOST:,}.")
+    return count
 
 
 def class_of(model_type: str) -> str:
@@ -38,8 +38,8 @@ def class_of(model_type: str) -> str:
 
 def std_of(raw: dict[str, Any]) -> float:
     """Standard deviation of a new head's weights."""
-    found = raw.get("initializer_range")
-    return float(found) if isinstance(found, (int, float)) and 0 < found < 1 else STD
+    std = raw.get("initializer_range")
+    return float(std) if isinstance(std, (int, float)) and 0 < std < 1 else STD
 
 
 def why_none(model_type: str, wrapper: str) -> str:

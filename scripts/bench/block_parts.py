@@ -60,7 +60,7 @@ def in_turn(
                 begin = time.perf_counter()
                 seconds = measure()
                 spans[key].append((begin, time.perf_counter(), seconds))
-    return {key: _turn(found, samples) for key, found in spans.items()}
+    return {key: _turn(timed, samples) for key, timed in spans.items()}
 
 
 def _turn(spans: Sequence[tuple[float, float, float]], samples: Sequence[tuple[float, float, float]]) -> Turn:
@@ -74,13 +74,13 @@ def _turn(spans: Sequence[tuple[float, float, float]], samples: Sequence[tuple[f
 @contextmanager
 def sampled(device: torch.device | str) -> Iterator[list[tuple[float, float, float]]]:
     """(time, MHz, W) of the GPU, ten per second, by nvidia-smi; none where it is absent or does not report them."""
-    found: list[tuple[float, float, float]] = []
+    readings: list[tuple[float, float, float]] = []
     command = ["nvidia-smi", f"--id=GPU-{torch.cuda.get_device_properties(device).uuid}", "--loop-ms=100"]
     command += ["--query-gpu=clocks.sm,power.draw", "--format=csv,noheader,nounits"]
     try:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
     except OSError:
-        yield found
+        yield readings
         return
 
     def read() -> None:
@@ -90,12 +90,12 @@ def sampled(device: torch.device | str) -> Iterator[list[tuple[float, float, flo
                 clock, power = map(float, line.split(","))
             except ValueError:  # [N/A]
                 continue
-            found.append((time.perf_counter(), clock, power))
+            readings.append((time.perf_counter(), clock, power))
 
     reader = threading.Thread(target=read)
     reader.start()
     try:
-        yield found
+        yield readings
     finally:
         process.terminate()
         process.wait()

@@ -72,8 +72,8 @@ def peer_layer(b: Block, liger: bool):
 
         apply_liger_kernel_to_llama(cross_entropy=False, fused_linear_cross_entropy=False)
     cfg, spec = b.cfg, b.cfg.attentions[0]
-    found = next(layers for layers in LAYERS.values() if layers.cfg == replace(cfg, fp8=False))
-    depth = max(u for _, u, _ in found.cases)  # Gemma 4's last layer has no window
+    layers = next(row for row in LAYERS.values() if row.cfg == replace(cfg, fp8=False))
+    depth = max(u for _, u, _ in layers.cases)  # Gemma 4's last layer has no window
     keys: dict = dict(hidden_size=cfg.width, num_hidden_layers=depth, vocab_size=8, num_attention_heads=spec.heads)
     keys |= dict(num_key_value_heads=spec.kv_heads, head_dim=spec.dim, max_position_embeddings=cfg.max_positions)
     keys |= dict(attn_implementation="flex_attention" if cfg.names.mixer.sinks else "sdpa")
@@ -82,7 +82,7 @@ def peer_layer(b: Block, liger: bool):
             keys |= dict(experts_implementation="grouped_mm")
         else:
             keys |= dict(intermediate_size=cfg.layers[0].mlp.width)
-        hf = AutoConfig.for_model(found.kind, **keys, **found.more)
+        hf = AutoConfig.for_model(layers.kind, **keys, **layers.more)
         whole = AutoModel.from_config(hf)
         layer, rotation = whole.layers[b.u - 1].to(BF16), whole.rotary_emb
         stored = (*layer.parameters(), *layer.buffers())

@@ -120,7 +120,7 @@ def best_attention(b: Block) -> tuple[dict[str, Callable], tuple[str, ...]]:
     """(the fastest attention's forward and backward, whose they are)."""
     spec = b.cfg.attentions[0]
     a = attention_inputs(b.rows.docs.lengths, spec.heads, spec.kv_heads, spec.dim)
-    forward, backward = ({who: run for who, (run, _) in found.items()} for found in dense_peers(a))
+    forward, backward = ({who: run for who, (run, _) in runs.items()} for runs in dense_peers(a))
     out, lse = ops.attention_fwd(a.q, a.k, a.v, a.docs, a.scale)
     forward["ours"] = lambda: ops.attention_fwd(a.q, a.k, a.v, a.docs, a.scale)
     backward["ours"] = lambda: ops.attention_bwd(a.dout, a.q, a.k, a.v, out, lse, a.docs, a.scale, a.dq, a.dk, a.dv)
@@ -131,17 +131,17 @@ def best_attention(b: Block) -> tuple[dict[str, Callable], tuple[str, ...]]:
 
 def peers(b: Block) -> dict[str, dict]:
     """The Turns of each peer and, in the same rounds, ours."""
-    found = {}
+    turns = {}
     for name, liger, compile in peers_of_block(b):
         try:
             with sdpa_kernel(BACKENDS, set_priority=True):
                 runs = {"peer": peer_call(b, liger, compile), "ours": b.both}
-                found[f"transformers, {name}"] = alternate(runs)
+                turns[f"transformers, {name}"] = alternate(runs)
         except Exception as e:  # not compilable by this torch
             if not (isinstance(e, ImportError) and (liger or b.cfg.fp8)):  # no Liger, no torchao
                 print(f"transformers, {name}: {type(e).__name__}: {str(e).splitlines()[0][:100]}")
         torch._dynamo.reset()
-    return found
+    return turns
 
 
 def alternate(runs: Mapping[str, Callable]) -> dict[str, dict]:
@@ -161,12 +161,12 @@ def passes_of(b: Block) -> dict[str, Callable]:
 
 def report_peers(b: Block, with_peers: bool, what: str = "") -> dict[str, dict]:
     """Prints and returns their Turns."""
-    found = peers(b) if with_peers else {}
-    for who, both in found.items():
+    turns = peers(b) if with_peers else {}
+    for who, both in turns.items():
         peer, ours = Turn(**both["peer"]), Turn(**both["ours"])
         print(f"  {what}{who}: {peer.seconds * 1e3:.3f} ms {peer}; ours {ours.seconds * 1e3:.3f} ms {ours}: "
               f"{peer.seconds / ours.seconds:.3f} times as fast", flush=True)  # fmt: skip
-    return found
+    return turns
 
 
 def report(name: str, cfg: ModelConfig, N: int, with_peers: bool) -> dict:

@@ -36,16 +36,16 @@ def measure_rates(
     scan: Scan | None = None,
 ) -> Rates:
     """Ceilings, by the probe of runs, before the engine takes memory."""
-    found = {"matmul": matmul_rate(device, DTYPE[dtype])} | processor_rates(device, dtype)
+    rates = {"matmul": matmul_rate(device, DTYPE[dtype])} | processor_rates(device, dtype)
     if fp8:
-        found["fp8"] = fp8_rate(device)
+        rates["fp8"] = fp8_rate(device)
     if scan and device.type == "cuda":
-        found |= scan_shares(device, DTYPE[dtype], scan, found["matmul"])
+        rates |= scan_shares(device, DTYPE[dtype], scan, rates["matmul"])
     if gpus > 1 and device.type == "cuda":
-        found |= several_rates(gpus_from(device, gpus), 1 << 40)
+        rates |= several_rates(gpus_from(device, gpus), 1 << 40)
     if store is not None:
-        found |= drive_rates(store)
-    return rates_of(found)
+        rates |= drive_rates(store)
+    return rates_of(rates)
 
 
 def forget_peaks(device: torch.device) -> None:

@@ -181,16 +181,16 @@ def grouped_product(x: Tensor, w: Tensor, order: ops.Order, k: int) -> Peers:
     """
     tokens, ends = order.pair // max(k, 1), order.starts[1:].clone()
     rows = x[tokens] if k else x
-    found: Peers = {
+    peers: Peers = {
         "grouped": (lambda: torch._grouped_mm(rows, w, offs=ends), 1.0),
         "one matrix": (lambda: torch.mm(rows, w[0]), 1.0),
     }
     if k:
-        found["with gather"] = (lambda: torch._grouped_mm(x.index_select(0, tokens), w, offs=ends), 1.0)
+        peers["with gather"] = (lambda: torch._grouped_mm(x.index_select(0, tokens), w, offs=ends), 1.0)
     else:
         y = torch.empty(len(x), w.shape[2], dtype=x.dtype, device=x.device)
-        found["our kernel"] = (lambda: ops.grouped_mm(x, w, order, out=y), 1.0)
-    return found
+        peers["our kernel"] = (lambda: ops.grouped_mm(x, w, order, out=y), 1.0)
+    return peers
 
 
 def grouped_gradient(dw: Tensor, a: Tensor, b: Tensor, order: ops.Order, k_a: int, k_b: int) -> Peers:

@@ -206,7 +206,7 @@ def against_bound(a: Arguments, e: Engine, rates: Rates, run: Run) -> dict[str, 
     print(f"{'queue':10} {'bound s':>9} {'busy s':>9}")
     for queue in bounds:
         print(f"{queue:10} {bounds[queue]:9.3f} {at_work.get(queue, 0):9.3f}")
-    found = {
+    result = {
         "bound_s": bounds[bound],
         "ratio": step_s / bounds[bound],
         "bound": bound,
@@ -216,11 +216,11 @@ def against_bound(a: Arguments, e: Engine, rates: Rates, run: Run) -> dict[str, 
         "model_tflops": flops / step_s / 1e12,
     }
     print(
-        f"step {step_s:.3f} s, lower bound {bounds[bound]:.3f} s ({bound}), ratio {found['ratio']:.3f}; "
-        f"{found['model_tflops']:.1f} model TFLOP/s, {found['tokens_per_s']:.0f} tokens/s; "
+        f"step {step_s:.3f} s, lower bound {bounds[bound]:.3f} s ({bound}), ratio {result['ratio']:.3f}; "
+        f"{result['model_tflops']:.1f} model TFLOP/s, {result['tokens_per_s']:.0f} tokens/s; "
         f"loss {run.losses[0]:.4f} -> {run.losses[-1]:.4f}"
     )
-    return found
+    return result
 
 
 def against_prediction(a: Arguments, e: Engine, rates: Rates, run: Run, at_start: float) -> dict[str, Any]:
@@ -231,18 +231,18 @@ def against_prediction(a: Arguments, e: Engine, rates: Rates, run: Run, at_start
     estimated = {tier: nbytes / GIB for tier, nbytes in usage(e.geo, e.plan).items()}
     estimated["ram"] += CODE / GIB if device.type == "cuda" else 0.0
     batch = Batch(e.plan.tokens, a.seq, e.plan.n_micro, compared=bool(a.method))
-    found = predict(e.cfg, e.plan, rates, batch)
-    known = corrected(rates, found, run.warm, run.warm_s) if run.warm else rates
+    prediction = predict(e.cfg, e.plan, rates, batch)
+    known = corrected(rates, prediction, run.warm, run.warm_s) if run.warm else rates
     again = predict(e.cfg, e.plan, known, batch).step_s
     by_tasks = f", corrected by a warm-up step {again:.3f} s ({again / step_s - 1:+.1%})" if run.warm else ""
     print(
-        f"predicted {found.step_s:.3f} s ({found.step_s / step_s - 1:+.1%}){by_tasks}; "
+        f"predicted {prediction.step_s:.3f} s ({prediction.step_s / step_s - 1:+.1%}){by_tasks}; "
         f"peaks GPU {gpu:.2f} GiB ({alive:.2f} live, predicted {estimated['gpu']:.2f}), RAM {ram - at_start:.2f} GiB "
         f"(predicted {estimated['ram']:.2f}) plus {at_start:.2f} of interpreter and libraries"
     )
     return {
         "peaks": {"gpu_gib": gpu, "gpu_alive_gib": alive, "ram_gib": ram, "rss_start_gib": at_start},
-        "predicted_s": found.step_s,
+        "predicted_s": prediction.step_s,
         "corrected_s": again,
         "corrected": vars(known),
         "estimated_gib": estimated,

@@ -16,11 +16,11 @@ def main() -> int:
     parser.add_argument("--count", type=int, default=100_000, help="files of each target")
     given, wrong = parser.parse_args(), 0
     for name in [name for name in TARGETS if name.startswith(tuple(given.target or [""]))]:
-        found = attack(TARGETS[name], range(given.seed, given.seed + given.count))
-        print(f"{name:16} {given.count:9,} files  {len(found):3} kinds of findings", flush=True)
-        for finding in found:
+        findings = attack(TARGETS[name], range(given.seed, given.seed + given.count))
+        print(f"{name:16} {given.count:9,} files  {len(findings):3} kinds of findings", flush=True)
+        for finding in findings:
             print(f"    {finding}")
-        wrong += len(found)
+        wrong += len(findings)
     return bool(wrong)
 
 
