@@ -191,6 +191,8 @@ REFUSED = {  # case -> (words, what the line names); FULL, CLASSES, ADAPTER: fol
     "a number format of training": (["eval", "FULL", "--data", "x.txt", "--dtype", "fp8"], "--dtype"),
     "text of a classifier": (["sample", "CLASSES", "--prompt", "x"], "trireme score"),
     "no prompt": (["sample", "FULL"], "--prompt TEXT"),
+    "no file of prompts": (["sample", "FULL", "--prompts", "nowhere.txt"], "nowhere.txt"),
+    "a prompt beyond the positions": (["sample", "FULL", "--prompt", "x y " * 999], "a prompt of"),
     "two kinds of prompts": (["sample", "FULL", "--prompt", "x", "--chat"], "--chat"),
     "chat without a template": (["sample", "FULL", "--chat"], "--chat-template plain"),
     "a system message without one": (["sample", "FULL", "--prompt", "x", "--system", "y"], "--chat-template plain"),

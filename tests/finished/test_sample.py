@@ -117,6 +117,16 @@ def test_prompts_that_cannot_be_read_are_named(case, here, said):
     assert culprit in said("sample", "model", "--prompts", "p.jsonl", code=2)[1].splitlines()[-1]
 
 
+@pytest.mark.full
+def test_prompts_of_a_text_file_are_its_lines(here, said):
+    """More than share passes over the layers."""
+    Path("p.txt").write_text("the cat\n\n" + "a dog\n" * 70)
+    words = ("sample", "model", "--prompts", "p.txt", "--max-new-tokens", 2, "--temperature", 0)
+    answers = [json.loads(line) for line in said(*words)[0].splitlines()]
+    assert [answer["prompt"] for answer in answers] == ["the cat", *["a dog"] * 70]
+    assert len({json.dumps(answer) for answer in answers}) == 2
+
+
 def talk(said, monkeypatch, lines: str, *options: str) -> tuple[str, str]:
     monkeypatch.setattr(sys, "stdin", io.StringIO(lines))
     return said("sample", "model", "--chat", "--max-new-tokens", NEW, *options)

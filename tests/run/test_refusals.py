@@ -5,8 +5,10 @@ import json
 import re
 import shlex
 import shutil
+import sys
 from itertools import groupby
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -52,6 +54,7 @@ REFUSED = [
     (f"{RUN} --export best", 2, "--export.*--val", f"{RUN} --export best --val 0.2 {SMALL}"),
     (f"{RUN} --eval-every 1", 2, "--eval-every.*--val", None),
     (f"{RUN} --method classify", 2, "label|class", None),
+    (f"{RUN} --method classify --labels A", 2, "--labels A,B", None),
     (f"{RUN} --method dpo --long split", 2, "--long split", None),
     (f"{RUN} --store a,a", 2, "--store a,a", None),
     (f"{RUN} --store out --out out", 2, "--store out", None),
@@ -67,6 +70,7 @@ REFUSED = [
     ("model other --data stories.txt", 2, "other was not expected", None),
     ("chat model", 2, "model was not expected.*sample", None),
     (f"{RUN} --log mlflow", 2, "--log.*mlflow", None),
+    (f"{RUN} --plan stories.txt", 2, "stories.txt.*plan", None),
     (f"{RUN} --optimizer lion", 2, "optimizer", None),
     (f"{RUN} --ram 1MiB", 3, "--ram|RAM", None),
     ("model --data pairs.jsonl", 2, "--method dpo|--method", f"model --data pairs.jsonl --method dpo {SMALL}"),
@@ -169,3 +173,31 @@ def test_without_out_each_run_has_its_number(here, capsys):
         assert Path("runs", name, "model.safetensors").exists()
     assert cli.main(["--config", "runs/model-2/config.yaml"]) == 0
     assert Path("runs/model-4/model.safetensors").read_bytes() == Path("runs/model-2/model.safetensors").read_bytes()
+
+
+@pytest.mark.full
+def test_trackers_get_the_numbers_of_the_log(here, capsys, monkeypatch):
+    """Stand-ins for writers of packages that the tests do not need."""
+    board, runs = [], []
+    writer = SimpleNamespace(add_scalar=lambda *at: board.append(at), close=lambda: board.append("closed"))
+    run = SimpleNamespace(log=lambda record, step: runs.append(record), finish=lambda: runs.append("finished"))
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", SimpleNamespace(SummaryWriter=lambda _: writer))
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **_: run))
+    words = f"{RUN} --seq-len 64 --max-steps 2 --batch-size 2 --log tensorboard,wandb --out out"
+    assert cli.main(words.split()) == 0, capsys.readouterr().err
+    records = [json.loads(line) for line in Path("out/log.jsonl").read_text().splitlines()]
+    steps = [record["loss"] for record in records if "loss" in record]
+    assert (board.pop(), runs.pop()) == ("closed", "finished")
+    assert [value for name, value, _ in board if name == "loss"] == steps
+    assert [record["loss"] for record in runs if "loss" in record] == steps
+    monkeypatch.setitem(sys.modules, "wandb", None)  # as where it is not installed
+    assert "wandb" in fails(capsys, here, *words.replace("--out out", "").split(), code=2)
+
+
+@pytest.mark.full
+def test_a_step_that_diverges_ends_the_run_and_is_not_saved(here, capsys):
+    words = f"{RUN} --seq-len 64 --max-steps 9 --batch-size 2 --warmup 0 --schedule constant --save-every 1 --out out"
+    assert cli.main([*words.split(), "--lr", "1e9"]) == 2
+    step = re.search(r"error: step (\d+): .*snapshot.* --lr", capsys.readouterr().err)
+    assert step is not None
+    assert cli.main(["--resume", "out", "--max-steps", str(int(step[1]) - 1)]) == 0, capsys.readouterr().err
