@@ -74,17 +74,17 @@ class Engine:
         u: int,
         fn: Callable[[], object],
         uses: Sequence[Use],
-        flops: float = 0,
+        flops: Callable[[], float] = int,
         name: str = "",
     ) -> Task:
-        """Queues `fn` on the GPU of unit u, after all uses are ready; returns its task.
+        """Queues `fn` on the GPU of unit u, after all uses are ready; returns its task. `flops` is asked for if traced.
 
         Calls `done` of each use with the task, in their order: that is the order in which copies from the GPU are
         queued.
         """
         ready, name = [task for use in uses for task in use.ready], name or self.geo.names[u]
         queue = numbered("compute", self.gpu(u))
-        done = self.queues.run(queue, kind, name, fn, ready, flops=flops)
+        done = self.queues.run(queue, kind, name, fn, ready, flops=flops() if self.queues.tracing else 0)
         for use in uses:
             use.done(done)
         return done

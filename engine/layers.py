@@ -52,7 +52,7 @@ def forward_block(e: Engine, u: int, b: int, w: UnitWeights, mb: Inputs, train: 
         model.forward(e.cfg, u, weights, x.rows(), rows, saved_tensors(saved), onto.rows(), passed=sums)
 
     weights = weights_of(e, w)
-    flops = e.queues.tracing and measure.forward_flops(e.cfg, u, mb.tokens, mb.pairs) * w.share
+    flops = lambda: measure.forward_flops(e.cfg, u, mb.tokens, mb.pairs) * w.share
     done = e.compute("forward", u, forward, (w, *saved, x, *out, *passed), flops, w.name)
     if w.ends:
         e.activations.end_slices(b, done)
@@ -74,7 +74,7 @@ def take_head(e: Engine, b: int, w: Mapping[int, UnitWeights], mb: Inputs, take:
         take(b, mb.on(e.gpu(u)), head.with_output(e.cfg, weights[u], weights.get(0)), x.rows())
 
     weights = {v: weights_of(e, layer) for v, layer in w.items()}
-    flops = e.queues.tracing and measure.forward_flops(e.cfg, u, mb.trained, mb.pairs)
+    flops = lambda: measure.forward_flops(e.cfg, u, mb.trained, mb.pairs)
     return e.compute("loss", u, run, (*w.values(), x), flops)
 
 
@@ -90,7 +90,7 @@ def loss(e: Engine, b: int, w: Mapping[int, UnitWeights], mb: Inputs, take: Take
     weights = {v: weights_of(e, layer) for v, layer in w.items()}
     grads = {v: gradients_of(e, v, gradient) for v, gradient in sums.items()}
     counts = measure.forward_flops, measure.backward_flops
-    flops = sum(count(e.cfg, u, mb.trained, mb.pairs) for count in counts) if e.queues.tracing else 0
+    flops = lambda: sum(count(e.cfg, u, mb.trained, mb.pairs) for count in counts)
     return e.compute("loss", u, run, (*w.values(), x, *sums.values(), dx), flops)
 
 
@@ -139,9 +139,9 @@ def backward_block(e: Engine, u: int, b: int, w: UnitWeights, mb: Inputs) -> Tas
 
     weights, grads = weights_of(e, w), gradients_of(e, u, gradient)
     names = frozenset(name for name, _ in e.plan.units[u].saved)
-    flops = e.queues.tracing and measure.backward_flops(e.cfg, u, mb.tokens, mb.pairs, names)
+    flops = lambda: measure.backward_flops(e.cfg, u, mb.tokens, mb.pairs, names) * w.share
     uses: list[Use] = [w, gradient, x, *saved, dy, *dx, *passed]
-    done = e.compute("backward", u, backward, uses, flops * w.share, w.name)
+    done = e.compute("backward", u, backward, uses, flops, w.name)
     if w.ends:
         e.activations.end_slices(b, done)
     return done
