@@ -40,7 +40,7 @@ OFF = 0.25  # of a step's estimate: a larger difference is reported
 WARM, TIMED = 3, 3  # steps; the first compile and fill
 MODEL = {True: ("llama-0.4b", 16384, 4), False: ("llama-tiny", 128, 2)}  # on a GPU: tokens of a micro-batch, of a step
 PLACES: dict[bool, dict[str, Where]] = {
-    True: {"in GPU memory": "gpu", "from RAM": "host", "from the SSD": "ssd"},
+    True: {"in GPU memory": "gpu", "from RAM": "ram", "from the SSD": "ssd"},
     False: {"in RAM": "gpu", "from the SSD": "ssd"},
 }
 

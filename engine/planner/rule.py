@@ -27,11 +27,11 @@ SLICES = 2, 4, 8, 16, 32  # numbers of slices of a layer's frozen experts that a
 
 Between = Literal["gpu", "ram"]  # of x and dx
 Waiting = Literal["ram", "ssd"]  # of gradients, for the norm
-Placement = Literal["auto", "gpu", "host", "ssd", "state-ssd"]
+Placement = Literal["auto", "gpu", "ram", "ssd", "state-ssd"]
 LOWEST: dict[Placement, tuple[Tier, Tier]] = {  # of weights, of state
     "auto": ("ssd", "ssd"),
     "gpu": ("gpu", "gpu"),
-    "host": ("ram", "ram"),
+    "ram": ("ram", "ram"),
     "ssd": ("ssd", "ssd"),
     "state-ssd": ("ram", "ssd"),
 }

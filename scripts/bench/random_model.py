@@ -22,6 +22,7 @@ from trireme.models.config import Lora, Packing, parse_config
 DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32, "F8_E4M3": torch.float8_e4m3fn, "U8": torch.uint8}
 
 LARGEST = 4 << 30  # bytes of a shard, about
+DRAWN = 1 << 20  # numbers of a tensor, which are repeated: drawing all takes minutes
 
 CLASS = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>"}
 
@@ -32,11 +33,12 @@ def values(name: str, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
         dtype = "F8_E4M3"  # of which memory has the bytes
     if dtype in ("U8", "F8_E4M3"):
         least, most = (118, 122) if name.endswith("scales") else (0, 120 if dtype == "F8_E4M3" else 256)
-        some = torch.randint(least, most, (1 << 20,), dtype=torch.uint8)  # repeated: drawing all takes minutes
-        return some.repeat(-(-prod(shape) // len(some)))[: prod(shape)].view(shape).view(DTYPES[dtype])
-    if name.endswith("scale_inv"):
+        some = torch.randint(least, most, (DRAWN,), dtype=torch.uint8)
+    elif name.endswith("scale_inv"):
         return torch.full(shape, 2e-4)
-    return (torch.randn(shape) * 0.02 + ("norm" in name)).to(DTYPES[dtype])
+    else:
+        some = (torch.randn(DRAWN) * 0.02 + ("norm" in name)).to(DTYPES[dtype])
+    return some.repeat(-(-prod(shape) // DRAWN))[: prod(shape)].view(shape).view(DTYPES[dtype])
 
 
 def released(name: str, packing: Packing | None) -> str:

@@ -297,7 +297,7 @@ def arguments(argv: list[str]) -> Arguments:
     p.add_argument("--gpu-memory", type=size, help="of each GPU")
     p.add_argument("--ram", type=size)
     p.add_argument("--store", type=Path, help="a folder on the SSD; without it the SSD is not used")
-    tiers = ("auto", "gpu", "host", "ssd", "state-ssd")
+    tiers = ("auto", "gpu", "ram", "ssd", "state-ssd")
     p.add_argument("--placement", choices=tiers, default="auto", help="store everything in one tier")
     p.add_argument("--rule", action="store_true", help="the plan of the plain rule, without a search")
     p.add_argument("--plan", help="a plan as JSON or YAML, for --seq and --tokens as given")

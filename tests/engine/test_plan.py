@@ -162,5 +162,5 @@ def test_a_step_may_have_any_number_of_micro_batches():
     assert [plan.between for plan in plans] == ["gpu", "ram", "ram"]
     geo = Geometry(SMALL, "BF16")
     with pytest.raises(DoesNotFit, match="GPU memory|RAM"):
-        plan_for(24 * MIB, 12 * MIB, sizes=((256, 200),), placement="host")
+        plan_for(24 * MIB, 12 * MIB, sizes=((256, 200),), placement="ram")
     assert usage(geo, plans[2])["gpu"] - usage(geo, plans[1])["gpu"] < 4 * MIB
