@@ -191,7 +191,7 @@ def _lowest_plans(geo: Geometry, wanted: Wanted, strategy: Strategy) -> Iterable
                 dtype=geo.dtype,
                 mode=wanted.mode,
                 adam_bits=geo.adam_bits,
-                late_moments=TIERS if apart else (),
+                late_moments=("gpu", "ram") if apart else (),
                 window=rings[0],
                 piece=rings[1],
                 ram_window=rings[2],
