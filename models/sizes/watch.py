@@ -20,7 +20,10 @@ from trireme.models.sizes.costs import HEADS, attended_pairs, recurrence_flops
 
 TORCH_PRODUCTS = {"mm": 0, "addmm": 1, "addmm_": 1}  # number of the argument that is the first matrix
 NO_LAUNCH = ("empty", "new_empty", "detach", "_to_copy")  # begins of names; a copy of the same dtype is a view
-OF_ONE = ("clamp", "empty_like", "exp", "neg", "sigmoid", "softplus", "zeros_like")  # results are like the argument
+# Results are like the first argument; like both, broadcast; likewise, but bool.
+OF_ONE = ("abs", "clamp", "exp", "masked_fill", "nan_to_num", "neg", "reciprocal", "sigmoid", "softplus", "zeros_like")
+OF_TWO = ("add", "bitwise_and", "bitwise_or", "div", "maximum", "mul", "rsub", "sub", "where")
+COMPARED = ("eq", "ge", "gt", "le", "lt", "ne")
 ROUNDED = 512  # bytes to which the allocator rounds
 THIN = 128  # features of a product below which memory limits it: its bytes count
 TILE = 128  # rows of a tile of grouped products, which belongs to one expert: on average half of its last is empty
@@ -79,15 +82,19 @@ PRODUCTS: dict[str, Callable[[Sequence[Any]], Flops]] = {
 
 
 def _made(name: str, args: Sequence[Any], dtype: torch.dtype | None) -> Tensor | tuple[Tensor, Tensor] | None:
-    """The result of an op that torch has not for "meta", or, of most models, in Python, where the first call imports
-    its compiler, which takes seconds; else None. `dtype`: among its arguments.
+    """The result of an op that torch has not for "meta", or has in Python, where the first call imports its compiler:
+    that takes seconds, and leaves frames that hold the callers' tensors. Else None. `dtype`: among its arguments.
     """
     empty = lambda shape, dtype: torch.empty(shape, dtype=dtype, device="meta")
     if name == "cat" and args[1:] == (1,) and args[0][0].dim() == 2:
         return empty((len(args[0][0]), sum(part.shape[1] for part in args[0])), args[0][0].dtype)
-    if name in ("add", "mul"):
-        shape = np.broadcast_shapes(*(a.shape for a in args[:2] if isinstance(a, Tensor)))
-        return empty(shape, torch.result_type(*args[:2]))
+    if name in OF_TWO or name in COMPARED:
+        shape = np.broadcast_shapes(*(a.shape for a in args[:3] if isinstance(a, Tensor)))
+        return empty(shape, torch.bool if name in COMPARED else torch.result_type(*args[-2:]))
+    if name in ("amax", "amin"):
+        dims = {d % args[0].dim() for d in args[1]}
+        sizes = ((d, 1 if d in dims else n) for d, n in enumerate(args[0].shape))
+        return empty([n for d, n in sizes if d not in dims or args[2:] == (True,)], args[0].dtype)
     if (first := TORCH_PRODUCTS.get(name)) is not None:
         return empty((len(args[first]), args[first + 1].shape[1]), dtype or args[0].dtype)
     if name == "sort":

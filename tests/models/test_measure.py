@@ -1,6 +1,8 @@
 """What passes take, measured without memory: FLOPs against parameters, sums over tensors, bytes of temporaries."""
 
 import json
+import subprocess
+import sys
 from dataclasses import replace
 from itertools import chain, combinations
 from math import prod
@@ -125,3 +127,31 @@ def test_heads_without_a_kernel_are_counted():
     for dim in (6, 512):
         cfg = parse_config(SMALL | dict(model_type="llama", head_dim=dim))
         assert measure.temporaries(cfg, 1, TOKENS, 4) > 4 * TOKENS * 4 * dim
+
+
+COMPILED = """
+import sys
+sys.modules["torch._dynamo"] = None
+from dataclasses import replace
+from trireme.engine.planner.sizes import find_model
+from trireme.engine.tuning.chosen import adapted, aware, targets
+from trireme.models.config import Lora
+from trireme.models.sizes import measure, narrow, shapes
+for name in sys.argv[1:]:
+    base = find_model(name)
+    modules = targets(base, ())
+    cfg = adapted(base, Lora(4, 8.0, modules))
+    ways = [cfg, replace(cfg, fp8=True)]
+    ways += [replace(cfg, halves=True, slices=4, at_once=2)] if narrow.may_be_sliced(cfg) else []
+    ways += [aware(adapted(base, Lora(4, 8.0, (*modules, base.names.mlp.experts))), None)] if cfg.packing else []
+    for way in ways:
+        for u in set(shapes.alike(way)):
+            measure.temporaries(way, u, 4096, 2, 4)
+"""
+
+
+@pytest.mark.full
+def test_measuring_imports_no_compiler():
+    """That of torch takes seconds, and its frames hold the tensors of a pass, which then seems to need more."""
+    models = ["kimi-k2.5", "qwen3.5-35b", "nemotron-3-nano", "deepseek-v3", "gpt-oss-20b", "falcon-h1-0.5b"]
+    subprocess.run([sys.executable, "-c", COMPILED, *models], check=True, timeout=300)
