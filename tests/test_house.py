@@ -26,7 +26,7 @@ MOST_FILES = 17  # in a folder of the product
 # Behind some stands the number that they had to reach, and what has come since: they may not grow without a reason.
 BUDGETS = {
     "kernels/**": 8510,  # 8000; rounding to packings 250, model types 24, heads in parts 86, scans 2, one pass 260
-    "models/**": 8880,  # 8450; micro_batch.py, of engine 45; rounding to packings about 235, new model types about 370
+    "models/**": 8887,  # 8450; micro_batch.py, of engine 45; rounding to packings about 235, new model types about 370
     "storage/**": 3250,
     "engine/*.* engine/queues/**": 5189,
     "engine/planner/**": 3850,
@@ -36,7 +36,7 @@ BUDGETS = {
     "engine/tuning/**": 2322,  # 1900; merging in the own format and on a GPU, training for it, packed ones to --base
     "engine/run/**": 5332,  # 5000; the page, --general, env, merge --data, --merge-aware: about 330
     "scripts/**": 3014,  # 2600; the harness for lm-eval 223, new_model.py 110, random_model.py 85
-    "tests/**": 25586,  # 25044; --merge-aware 174, comparison 104, types 105, page 119, files 38, trackers and ends 50
+    "tests/**": 25652,  # 25044; --merge-aware 174, comparison 104, types 105, page 119, files 38, what no test met 116
 }
 MOST_LINES_OF_PROSE = 3200  # README, docs and the other pages
 MOST_LINES_OF_README = 140

@@ -22,23 +22,21 @@ from trireme.models.config import Lora, Packing, parse_config
 DTYPES = {"BF16": torch.bfloat16, "F32": torch.float32, "F8_E4M3": torch.float8_e4m3fn, "U8": torch.uint8}
 
 LARGEST = 4 << 30  # bytes of a shard, about
-DRAWN = 1 << 20  # numbers of a tensor, which are repeated: drawing all takes minutes
 
 CLASS = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<eos>"}
 
 
 def values(name: str, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
-    """Numbers of about 0.02, codes without NaN, and scales for them."""
+    """Numbers of about 0.02, codes without NaN, and scales for them; a million are drawn, and repeated."""
     if dtype == "U8" and name.endswith(".weight"):
         dtype = "F8_E4M3"  # of which memory has the bytes
     if dtype in ("U8", "F8_E4M3"):
         least, most = (118, 122) if name.endswith("scales") else (0, 120 if dtype == "F8_E4M3" else 256)
-        some = torch.randint(least, most, (DRAWN,), dtype=torch.uint8)
-    elif name.endswith("scale_inv"):
-        return torch.full(shape, 2e-4)
+        some = torch.randint(least, most, (1 << 20,), dtype=torch.uint8)
     else:
-        some = (torch.randn(DRAWN) * 0.02 + ("norm" in name)).to(DTYPES[dtype])
-    return some.repeat(-(-prod(shape) // DRAWN))[: prod(shape)].view(shape).view(DTYPES[dtype])
+        some = 2e-4 if name.endswith("scale_inv") else torch.randn(1 << 20) * 0.02 + ("norm" in name)
+        some = torch.as_tensor(some).to(DTYPES[dtype]).view(-1)
+    return some.repeat(-(-prod(shape) // len(some)))[: prod(shape)].view(shape).view(DTYPES[dtype])
 
 
 def released(name: str, packing: Packing | None) -> str:

@@ -13,6 +13,7 @@ from runs import CLASSES, FINISHED, PAIRS, last_eval, write_rows
 from safetensors.numpy import load_file
 
 import trireme
+from trireme.engine.run.folder import RUN
 
 pytestmark = pytest.mark.grid
 METHOD = {"dpo": ["--method", "dpo"]}
@@ -203,6 +204,12 @@ REFUSED = {  # case -> (words, what the line names); FULL, CLASSES, ADAPTER: fol
     "a full place": (["merge", "ADAPTER", "--out", "ADAPTER"], "Name another folder"),
     "another base": (["merge", "ADAPTER", "--out", "y", "--model", "bytes"], "for this model"),
     "no name": (["push", "FULL"], "OWNER/NAME"),
+    "a run that has not ended": (["eval", "begun", "--data", "x.txt"], "--resume begun"),
+    "no tokenizer": (["sample", "begun/bare", "--prompt", "x"], "--tokenizer DIR"),
+    "stops that are words": (["sample", "bytes", "--prompt", "x"], "eos_token_id"),
+    "a row without text": (["sample", "FULL", "--prompts", "rows.jsonl"], "rows.jsonl prompt 1"),
+    "training a classifier on text": (["CLASSES", "--data", "x.txt"], "--method classify"),
+    "other classes": (["CLASSES", "--data", "x.txt", "--method", "classify", "--labels", "A,B"], "--labels"),
 }
 
 
@@ -211,7 +218,11 @@ REFUSED = {  # case -> (words, what the line names); FULL, CLASSES, ADAPTER: fol
 def test_what_cannot_be_done_is_one_line(case, finished, said, tmp_path, monkeypatch, byte_model):
     monkeypatch.chdir(tmp_path)
     shutil.copytree(byte_model, "bytes")
+    Path("bytes/generation_config.json").write_text('{"eos_token_id": "</s>"}')
+    Path("begun", RUN).mkdir(parents=True)
+    shutil.copytree(byte_model, "begun/bare", ignore=shutil.ignore_patterns("tokenizer*"))
     Path("x.txt").write_text("the cat sat\n")
+    write_rows(tmp_path / "rows.jsonl", [{"messages": 3}])
     before = sorted(tmp_path.rglob("*"))
     folders = {"FULL": "full", "CLASSES": "classify", "ADAPTER": "lora"}
     words, culprit = REFUSED[case]

@@ -6,6 +6,7 @@ import re
 import shlex
 import shutil
 import sys
+from dataclasses import asdict
 from itertools import groupby
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +15,10 @@ import pytest
 import yaml
 from command import TRAIN, fails, write
 
+from trireme.engine.plan import Limits
+from trireme.engine.planner.rule import Wanted, simple_plan
 from trireme.engine.run import cli
+from trireme.models.config import read_config
 
 RUN, SMALL = "model --data stories.txt", "--seq-len 64 --max-steps 1 --batch-size 2"
 # Words of the command, exit code, what the line must name, and words that go on; None: those without the option that a
@@ -61,8 +65,7 @@ REFUSED = [
     (f"{RUN} --rope-factor 2 --lora 4", 2, "--rope-factor.*--merge", f"{RUN} --rope-factor 2 --lora 4 --merge {SMALL}"),
     (f"{RUN} --gpus 9", 2, "--gpus 9", None),
     (f"{RUN} --device cuda", 2, "cuda|CUDA", None),
-    (f"{RUN} --assume gpu=rtx4090,ram=64GiB", 2, "--assume.*--dry-run",
-     f"{RUN} --assume gpu=rtx4090,ram=64GiB --dry-run"),
+    (f"{RUN} --assume gpu=rtx4090,ram=64GiB", 2, "--assume.*--dry-run", f"{RUN} --dry-run"),
     ("--shape qwen3-8b", 2, "--shape.*--dry-run", "--shape qwen3-8b --dry-run --assume gpu=h200,ram=500GiB"),
     ("--resume nowhere", 2, "nowhere", None),
     ("--resume", 2, "no unfinished run in runs/", None),
@@ -71,6 +74,7 @@ REFUSED = [
     ("chat model", 2, "model was not expected.*sample", None),
     (f"{RUN} --log mlflow", 2, "--log.*mlflow", None),
     (f"{RUN} --plan stories.txt", 2, "stories.txt.*plan", None),
+    (f"{RUN} --chat-template-kwargs thinking", 2, "--chat-template-kwargs.*JSON", None),
     (f"{RUN} --optimizer lion", 2, "optimizer", None),
     (f"{RUN} --ram 1MiB", 3, "--ram|RAM", None),
     ("model --data pairs.jsonl", 2, "--method dpo|--method", f"model --data pairs.jsonl --method dpo {SMALL}"),
@@ -130,6 +134,27 @@ def test_a_report_has_its_labels_in_order(capsys, report):
     below = lambda line: "row" if re.match(r" {11}\w", line) else "+"
     labels = [below(line) if line.startswith(" ") else re.split(r"[\s:]", line)[0] for line in lines]
     assert [label for label, _ in groupby(labels)] == report["labels"].split()
+
+
+@pytest.mark.full
+def test_a_plan_that_does_not_suit_the_run_is_refused(here, capsys):
+    plan = simple_plan(read_config(Path("model")), Limits(1 << 30, 1 << 30), Wanted(((128, 1),), dtype="F32"))
+    words = f"{RUN} {SMALL} --plan plan.json".split()
+    for change, more, culprit in (
+        ({"tokens": 32}, "", "--seq-len"), ({"tokens": 64}, "", "--batch-size"), ({}, "--gpu-memory 5MiB", "needs"),
+    ):  # fmt: skip
+        write("plan.json", json.dumps(asdict(plan) | change))
+        assert culprit in fails(capsys, here, *words, *more.split(), code=2)
+    write("plan.json", json.dumps(asdict(plan)))
+    assert cli.main(words) == 0, capsys.readouterr().err
+
+
+@pytest.mark.full
+def test_a_run_that_improves_nothing_ends_early(here):
+    words = f"{RUN} {SMALL} --max-steps 9 --lr 1e-30 --val 0.2 --eval-every 1 --patience 2 --out out"
+    assert cli.main(words.split()) == 0
+    records = [json.loads(line) for line in Path("out/log.jsonl").read_text().splitlines()]
+    assert max(record["step"] for record in records if "loss" in record) == 2
 
 
 @pytest.mark.full
