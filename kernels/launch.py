@@ -81,7 +81,7 @@ def rows_fwd(D: int) -> Rows:
     return Rows(max(1, 2048 // columns), columns, 4 if columns <= 8192 else 8, 1, 0)
 
 
-def rows_bwd(device: torch.device, N: int, D: int, itemsize: int) -> Rows:
+def rows_bwd(device: torch.device, N: int, D: int, itemsize: int, gated: bool = False) -> Rows:
     """Persistent programs over tiles of N rows of D values of `itemsize` bytes, with column sums in registers.
 
     Rows of more than WIDEST values are divided into parts of WIDEST columns; `programs` is the number for each part.
@@ -92,8 +92,9 @@ def rows_bwd(device: torch.device, N: int, D: int, itemsize: int) -> Rows:
     aim = how.kib << 10
     rows = max(1, aim // (columns * itemsize))
     tile = rows * columns * itemsize
-    # tiles of 3 inputs
-    ahead = 0 if 3 * tile > here.shared else 1 if tile > aim else 3 if here.large and rows == 1 else 2
+    # tiles of 3 inputs; of wide rows a gate's terms would spill beside them (88 bytes on sm_120, Triton 3.9)
+    none = 3 * tile > here.shared or (gated and columns == WIDEST and not here.large)
+    ahead = 0 if none else 1 if tile > aim else 3 if here.large and rows == 1 else 2
     programs = min(cdiv(N, rows), how.per_sm * here.sms)
     if D > WIDEST:  # other parts of dy, h and weights are read, too
         parts = cdiv(D, WIDEST)

@@ -229,7 +229,7 @@ def norm_bwd(
     if D > launch.WIDEST and _same_memory(dy, dx_):  # programs would read what others have written
         dy = dy.clone()
     per_head = weight.dim() == 2
-    heads, tile = H if per_head else 1, rows_bwd(x.device, N if per_head else N * H, D, x.itemsize)
+    heads, tile = H if per_head else 1, rows_bwd(x.device, N if per_head else N * H, D, x.itemsize, gate is not None)
     parts, shape = cdiv(D, tile.columns), (tile.programs, heads * D)
     dw, db = (
         None if t is None else torch.empty(shape, dtype=torch.float32, device=x.device) for t in (dweight_, dbias_)

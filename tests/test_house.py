@@ -25,7 +25,7 @@ MOST_FILES = 17  # in a folder of the product
 # Most lines of Python and C++, blank lines and docstrings included. A commit that raises one says in its body why.
 # Behind some stands the number that they had to reach, and what has come since: they may not grow without a reason.
 BUDGETS = {
-    "kernels/**": 8510,  # 8000; rounding to packings 250, model types 24, heads in parts 86, scans 2, one pass 260
+    "kernels/**": 8511,  # 8000; rounding to packings 250, model types 24, heads in parts 86, scans 2, one pass 260
     "models/**": 8887,  # 8450; micro_batch.py, of engine 45; rounding to packings about 235, new model types about 370
     "storage/**": 3250,
     "engine/*.* engine/queues/**": 5189,
