@@ -141,7 +141,8 @@ def _first(cfg: ModelConfig, limits: Limits, wanted: Wanted, rates: Rates) -> Pl
 
 
 def _descend(s: Search) -> Choice:
-    starts: list[Plan | None] = [s.first]
+    everywhere = replace(s.first, late_moments=LATE[-1] if s.first.late_moments else ())
+    starts: list[Plan | None] = [s.first, everywhere]
     if s.resumed is not None:
         s.resumed = s.resumed.dealt(s.wanted.gpus, s.geo.cfg.tied, s.wanted.peers, s.wanted.shares)
         starts = [updated_as(s.first, s.resumed), s.resumed if Cut.of(s.resumed) == Cut.of(s.first) else None]
