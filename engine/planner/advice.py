@@ -59,12 +59,12 @@ def faster(f: Forecast, models: Models | None = None, sequences: int = ENDLESS, 
 def _gains(f: Forecast, ways: Iterator[Way]) -> list[Change]:
     """The changes that are worth saying, the best first."""
     changes = []
-    for what, run, make in ways:
+    for name, run, make in ways:
         with suppress(DoesNotFit):
             if run.ceiling >= WORTH_SAYING * f.speed and fits_drives(changed := make()):
                 gain = changed.speed / f.speed
                 step_s = changed.work.tokens / f.work.tokens * f.step.step_s / gain
-                changes.append(Change(what, gain, step_s))
+                changes.append(Change(name, gain, step_s))
     return sorted((change for change in changes if change.gain >= WORTH_SAYING), key=lambda change: -change.gain)
 
 

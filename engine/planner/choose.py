@@ -83,11 +83,11 @@ def choose(cfg: ModelConfig, limits: Limits, rates: Rates, wanted: Wanted, resum
     wanted = replace(wanted, peers=wanted.gpus > 1 and rates.peer > 0)
     first = _first(cfg, limits, wanted, rates)
     choices = []
-    for way in _ways(cfg, limits, wanted, first, resumed):
+    for variant in _variants(cfg, limits, wanted, first, resumed):
         with suppress(DoesNotFit):
-            plan = first_plan(cfg, limits, way, rates.has_drive)
+            plan = first_plan(cfg, limits, variant, rates.has_drive)
             if rates.has_drive or not plan.uses("ssd"):
-                choices.append(_descend(Search(Geometry.of(cfg, plan), limits, rates, way, plan, resumed)))
+                choices.append(_descend(Search(Geometry.of(cfg, plan), limits, rates, variant, plan, resumed)))
     return min(choices, key=lambda choice: (choice.moved, choice.per_token))
 
 
@@ -107,17 +107,17 @@ def nearby(cfg: ModelConfig, limits: Limits, rates: Rates, wanted: Wanted, plan:
     return s.best
 
 
-def _ways(cfg: ModelConfig, limits: Limits, wanted: Wanted, first: Plan, resumed: Plan | None) -> Iterator[Wanted]:
+def _variants(cfg: ModelConfig, limits: Limits, wanted: Wanted, first: Plan, resumed: Plan | None) -> Iterator[Wanted]:
     """What is decided before all else, each way with a search of its own: a layer's frozen experts whole or in slices,
     or as in the run that is resumed; layers dealt to GPUs in turn or in proportion to their free memory.
     """
     streamed = any(unit.base != "gpu" for unit in first.units) and first.gpus == first.hosts == 1
-    may = first.halves and first.slices == 1 and streamed and narrow.may_be_sliced(cfg)
-    others, tried = [sliced(cfg, SLICES)] if may else [], cuts(cfg, wanted)
-    others += [Cut.of(resumed)] if resumed else []
-    of = dict.fromkeys([Cut.of(first), *(cut for cut in others if cut in tried)])
+    sliceable = first.halves and first.slices == 1 and streamed and narrow.may_be_sliced(cfg)
+    alternatives, tried = [sliced(cfg, SLICES)] if sliceable else [], cuts(cfg, wanted)
+    alternatives += [Cut.of(resumed)] if resumed else []
+    divisions = dict.fromkeys([Cut.of(first), *(cut for cut in alternatives if cut in tried)])
     rooms = tuple(float(limits.of(gpu)) for gpu in range(wanted.gpus))
-    for cut, share in product(of, ((), rooms) if limits.less else ((),)):
+    for cut, share in product(divisions, ((), rooms) if limits.less else ((),)):
         yield replace(wanted, cuts=(cut,), shares=share)
 
 
@@ -128,8 +128,8 @@ def first_plan(cfg: ModelConfig, limits: Limits, wanted: Wanted, drive: bool) ->
     first = simple_plan(cfg, limits, wanted)
     if drive or not first.uses("ssd"):
         return first
-    others = (simple_plan(cfg, limits, wanted, strategy) for strategy in WITHOUT_A_DRIVE)
-    return next((plan for plan in others if not plan.uses("ssd")), first)
+    without_drive = (simple_plan(cfg, limits, wanted, strategy) for strategy in WITHOUT_A_DRIVE)
+    return next((plan for plan in without_drive if not plan.uses("ssd")), first)
 
 
 def _first(cfg: ModelConfig, limits: Limits, wanted: Wanted, rates: Rates) -> Plan:
@@ -170,8 +170,8 @@ def placed(s: Search, plan: Plan, parts: Sequence[float] = (1.0, 0.5)) -> Iterab
     """Inputs and state as in `sizes`, each with `parts` of the saved tensors that fit in RAM there."""
     streams = any(unit.update == "gpu" for unit in plan.units)
     for x, state in product(INPUTS, (0.0, 1.0)) if s.geo.cfg.lora is None else ():
-        for other in s.rule(Strategy(x, state, updates=GPU_UPDATES * streams), (plan.tokens, plan.n_micro)):
-            yield from swapped(s, replace(other, late_moments=plan.late_moments, piece=plan.piece), parts)
+        for variant in s.rule(Strategy(x, state, updates=GPU_UPDATES * streams), (plan.tokens, plan.n_micro)):
+            yield from swapped(s, replace(variant, late_moments=plan.late_moments, piece=plan.piece), parts)
 
 
 def late(s: Search, plan: Plan) -> Iterable[Plan]:
@@ -179,10 +179,10 @@ def late(s: Search, plan: Plan) -> Iterable[Plan]:
     tiers: set[Tier] = {unit.state for unit in plan.units if unit.update == "cpu"} - {"gpu"}
     tiers |= {"gpu"} if any(unit.update == "gpu" for unit in plan.units) else set()
     tried = {frozenset(tiers.intersection(plan.late_moments))}
-    for other in LATE if plan.mode == "forward" and plan.adam_bits == 32 and s.wanted.on_cuda else ():
-        if (used := frozenset(tiers.intersection(other))) not in tried:
-            tried.add(used)
-            yield replace(plan, late_moments=other)
+    for moments in LATE if plan.mode == "forward" and plan.adam_bits == 32 and s.wanted.on_cuda else ():
+        if (late_tiers := frozenset(tiers.intersection(moments))) not in tried:
+            tried.add(late_tiers)
+            yield replace(plan, late_moments=moments)
 
 
 def _swappable(s: Search, plan: Plan, limits: Limits | None = None) -> tuple[Plan, Sequence[Move], int]:
@@ -231,10 +231,10 @@ def driven(s: Search, plan: Plan) -> Iterable[Plan]:
 def base(s: Search, plan: Plan) -> Iterable[Plan]:
     """RAM first for the frozen weights of adapters, or first for activations."""
     for x in INPUTS if s.geo.cfg.lora else ():
-        for other in s.rule(Strategy(x), (plan.tokens, plan.n_micro)):
-            in_ram = [u for u, unit in enumerate(other.units) if unit.base == "ram" and s.geo.base_bytes[u]]
+        for variant in s.rule(Strategy(x), (plan.tokens, plan.n_micro)):
+            in_ram = [u for u, unit in enumerate(variant.units) if unit.base == "ram" and s.geo.base_bytes[u]]
             moves_base = s.wanted.free and s.rates.has_drive and in_ram
-            for low in (other, other.changed(in_ram, base="ssd")) if moves_base else (other,):
+            for low in (variant, variant.changed(in_ram, base="ssd")) if moves_base else (variant,):
                 for full in (low, *swapped(s, low)):
                     yield fill_ram(s.geo, full, s.limits) if s.wanted.free else full
 
@@ -257,8 +257,8 @@ def lent(s: Search, plan: Plan) -> Iterable[Plan]:
     """Saved tensors of the other GPUs' units in the memory of the GPU with the most of it free (MPress, section 3)."""
     if not s.wanted.peers:
         return
-    used = each_usage(s.geo, plan)[0]
-    peer = max(range(plan.gpus), key=lambda gpu: s.limits.of(gpu) - used[gpu])
+    taken = each_usage(s.geo, plan)[0]
+    peer = max(range(plan.gpus), key=lambda gpu: s.limits.of(gpu) - taken[gpu])
     units = [u for u, unit in enumerate(plan.units) if unit.gpu != peer and 0 < u < s.geo.head]
     plain, steps = plan.changed(units, saved=(), peer=peer), s.moves(plan)
     moved = lambda n: with_moves(s.geo, plain, steps, n, in_ram=0, beyond="peer", only=units)
@@ -271,10 +271,10 @@ def fuller(s: Search, plan: Plan) -> Iterable[Plan]:
     """
     if plan.gpus == 1 or not s.wanted.free:
         return
-    for what, to in (("base", {"base": "gpu"}), ("state", {"weights": "gpu", "state": "gpu", "update": "cpu"})):
+    for kind, to in (("base", {"base": "gpu"}), ("state", {"weights": "gpu", "state": "gpu", "update": "cpu"})):
         full = plan
-        for gpu in range(plan.gpus) if what == "base" or (s.wanted.gpu_updates and not s.resumed) else ():
-            left = [u for u, unit in enumerate(plan.units) if unit.gpu == gpu and vars(unit)[what] != "gpu"]
+        for gpu in range(plan.gpus) if kind == "base" or (s.wanted.gpu_updates and not s.resumed) else ():
+            left = [u for u, unit in enumerate(plan.units) if unit.gpu == gpu and vars(unit)[kind] != "gpu"]
             full = of_first(s.geo, full, s.limits, left, **to)
         yield full
 

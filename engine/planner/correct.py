@@ -51,9 +51,9 @@ def at_work(spans: Sequence[Task]) -> dict[str, float]:
 
 def batch_of(micro: Sequence[Inputs]) -> Batch:
     """A step's micro-batches for a prediction: their number, each as large as the largest."""
-    most = max(micro, key=lambda mb: mb.tokens)
-    document = max(1, round(2 * most.pairs / most.tokens) - 1)
-    return Batch(most.tokens, document, len(micro), most.trained / most.tokens, most.docs is not None)
+    largest = max(micro, key=lambda mb: mb.tokens)
+    document = max(1, round(2 * largest.pairs / largest.tokens) - 1)
+    return Batch(largest.tokens, document, len(micro), largest.trained / largest.tokens, largest.docs is not None)
 
 
 def until_its_end(spans: Sequence[Task]) -> list[Task]:
@@ -72,13 +72,13 @@ def corrected(rates: Rates, predicted: Prediction, spans: Sequence[Task], second
     """
     spans = until_its_end(spans)
     took, expected = measured(spans), measured(predicted.spans)
-    here, there = defaultdict[str, float](float), defaultdict[str, float](float)
-    for moved, traced in ((here, spans), (there, predicted.spans)):
+    bytes_now, bytes_predicted = defaultdict[str, float](float), defaultdict[str, float](float)
+    for moved, traced in ((bytes_now, spans), (bytes_predicted, predicted.spans)):
         for span in traced:
             moved[plain(span.queue)] += span.nbytes
     for kind in ("h2d", "d2h", "cpu"):
-        expected[kind] *= here[kind] / there[kind] if there[kind] else 0.0
-    read, written = (sum(here[queue] for queue in way) for way in (READS, WRITES))
+        expected[kind] *= bytes_now[kind] / bytes_predicted[kind] if bytes_predicted[kind] else 0.0
+    read, written = (sum(bytes_now[queue] for queue in direction) for direction in (READS, WRITES))
     expected["ssd"] = drive_seconds(read, written, rates)
     for kind in TIMED_BY:
         if min(took[kind], expected[kind]) > (0 if kind in COMPUTATION else SHARE * seconds):

@@ -80,15 +80,15 @@ def find_gpu(text: str, tflops: float = 0.0) -> Gpu:
     try:
         sized = replace(like, name="a GPU as fast as an RTX 4090", memory=size(text))
     except ValueError:
-        near = ", ".join(_BY_KEY[k].name for k in get_close_matches(key, _BY_KEY, 3)) or "rtx4090, a6000, l40s"
+        close = ", ".join(_BY_KEY[k].name for k in get_close_matches(key, _BY_KEY, 3)) or "rtx4090, a6000, l40s"
         raise ValueError(
-            f"{text!r} is not a GPU known here, nor a size. Write a name ({near}) or a size like 24GiB; kernels need "
+            f"{text!r} is not a GPU known here, nor a size. Write a name ({close}) or a size like 24GiB; kernels need "
             "an NVIDIA GPU with bf16: A100, RTX 30 or newer"
         ) from None
     if not tflops:
         return sized
-    made = at_rate(replace(sized, name=f"a GPU of {tflops:g} TFLOP/s"), tflops)
-    return replace(made, copy=like.copy * made.matmul / like.matmul)
+    custom = at_rate(replace(sized, name=f"a GPU of {tflops:g} TFLOP/s"), tflops)
+    return replace(custom, copy=like.copy * custom.matmul / like.matmul)
 
 
 def at_rate(gpu: Gpu, tflops: float) -> Gpu:

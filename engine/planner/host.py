@@ -39,8 +39,8 @@ def choose_device(wanted: str, drivers: Sequence[Path] = DRIVERS) -> torch.devic
         raise InputError("--device cuda: torch sees no CUDA device. Leave it out to train on the CPU.")
     if wanted == "cpu" or not torch.cuda.is_available():
         if wanted != "cpu" and any(path.exists() for path in drivers) and "CUDA_VISIBLE_DEVICES" not in os.environ:
-            why = "needs a newer NVIDIA driver" if torch.version.cuda else "is built without CUDA: install another"
-            warnings.warn(f"the GPU is not used: torch {torch.__version__} sees none. It {why}", stacklevel=2)
+            reason = "needs a newer NVIDIA driver" if torch.version.cuda else "is built without CUDA: install another"
+            warnings.warn(f"the GPU is not used: torch {torch.__version__} sees none. It {reason}", stacklevel=2)
         return torch.device("cpu")
     if torch.version.hip:
         raise InputError(
@@ -60,10 +60,10 @@ def choose_gpus(wanted: str | int, device: torch.device) -> int:
         if gpus > MOST_GPUS:
             raise InputError(f"--gpus {gpus}: at most {MOST_GPUS}.")
         return gpus
-    here = torch.cuda.device_count() - (device.index or 0)
-    gpus = here if wanted == "all" else int(wanted)
-    if gpus > here:
-        raise InputError(f"--gpus {gpus}: torch sees {here}. Lower it, or look at CUDA_VISIBLE_DEVICES.")
+    visible = torch.cuda.device_count() - (device.index or 0)
+    gpus = visible if wanted == "all" else int(wanted)
+    if gpus > visible:
+        raise InputError(f"--gpus {gpus}: torch sees {visible}. Lower it, or look at CUDA_VISIBLE_DEVICES.")
     return gpus
 
 
@@ -74,9 +74,9 @@ def check_kernels(cfg: ModelConfig, dtype: str, device: torch.device, assumed: M
     from trireme.kernels.launch import widest_head  # late: Triton takes a second
     from trireme.kernels.launcher import why_none
 
-    most = widest_head(torch.float32 if dtype == "fp32" else torch.bfloat16)
-    if cfg.widest_head > most:
-        raise InputError(f"the model has heads of {cfg.widest_head}, a GPU computes heads of {most}. Add --device cpu.")
+    size = widest_head(torch.float32 if dtype == "fp32" else torch.bfloat16)
+    if cfg.widest_head > size:
+        raise InputError(f"the model has heads of {cfg.widest_head}, a GPU computes heads of {size}. Add --device cpu.")
     if cfg.fp8 and (assumed.rates.fp8 == 0 if assumed else torch.cuda.get_device_capability(device) < (8, 9)):
         raise InputError("--dtype fp8: this GPU multiplies no fp8; Ada, Hopper and newer do. Leave it out.")
     if not assumed and (why := why_none()):
@@ -120,7 +120,7 @@ class Counters:
         """A number of each GPU; empty if one of them does not report it."""
         numbers = [number() for _ in self.handles]
         with suppress(AttributeError):
-            return [] if self._each(function, self.handles, numbers) else [one.value for one in numbers]
+            return [] if self._each(function, self.handles, numbers) else [result.value for result in numbers]
         return []
 
     def _each(self, function: str, gpus: Sequence[bytes | ctypes.c_void_p], results: Sequence[Any]) -> bool:
@@ -135,8 +135,8 @@ class Counters:
 
 def counters(device: torch.device, gpus: int = 1) -> Counters:
     """Those of the GPUs from `device`; of a CPU none."""
-    of = gpus_from(device, gpus) if device.type == "cuda" else []
-    return Counters([str(torch.cuda.get_device_properties(gpu).uuid).removeprefix("GPU-") for gpu in of])
+    devices = gpus_from(device, gpus) if device.type == "cuda" else []
+    return Counters([str(torch.cuda.get_device_properties(gpu).uuid).removeprefix("GPU-") for gpu in devices])
 
 
 # Functions of NVML, which ask for (link, limits), by what they say; the generation is the best of card and slot.
@@ -152,8 +152,8 @@ LASTING = ("lanes", "generation", "milliwatts")  # an idle link slows down
 
 def gpu_now(device: torch.device) -> dict[str, int]:
     """What NVML reports of a GPU's link and power limit, by the names of _ASKED; without what it does not report."""
-    of = counters(device)
-    return {name: numbers[0] for name, function in _ASKED.items() if (numbers := of.read(function))}
+    counted = counters(device)
+    return {name: numbers[0] for name, function in _ASKED.items() if (numbers := counted.read(function))}
 
 
 def available_ram() -> int:
@@ -161,9 +161,9 @@ def available_ram() -> int:
     be slowed down.
     """
     room = [_unused_ram()]
-    for group, limit, used in ((group, *files) for group, v in groups("memory") for files in MEMORY[v]):
+    for group, limit, usage in ((group, *files) for group, v in groups("memory") for files in MEMORY[v]):
         try:
-            room.append(int((group / limit).read_text()) - int((group / used).read_text()) + _reclaimable(group))
+            room.append(int((group / limit).read_text()) - int((group / usage).read_text()) + _reclaimable(group))
         except (OSError, ValueError):  # no file, or no limit: "max"
             continue
     return max(0, min(room))
@@ -206,20 +206,20 @@ def memory_limits(device: torch.device, gpu_memory: int | None, ram: int | None,
     free = [_free(gpu, gpu_memory) for gpu in gpus_from(device, gpus)]
     limit, context = min(free)
     if limit <= GPU_RESERVE:
-        what = f"the GPU has {gib(limit)} free" if gpu_memory is None else "--gpu-memory"
-        raise InputError(f"{what}: the driver's context and a reserve alone take {context + GPU_RESERVE >> 20} MiB.")
+        subject = f"the GPU has {gib(limit)} free" if gpu_memory is None else "--gpu-memory"
+        raise InputError(f"{subject}: the driver's context and a reserve alone take {context + GPU_RESERVE >> 20} MiB.")
     less: tuple[int, ...] = ()
-    most = max(room for room, _ in free)
-    if not are_equal(device, gpus) or most - limit >= ALIKE:
-        limit, less = most, tuple(most - room for room, _ in free)
+    largest = max(room for room, _ in free)
+    if not are_equal(device, gpus) or largest - limit >= ALIKE:
+        limit, less = largest, tuple(largest - room for room, _ in free)
     host = _left_by_the_process(ram, CODE)
     return Limits(limit - GPU_RESERVE, host, gpus, all_free=gpu_memory is None, free_ram=ram is None, less=less)
 
 
 def gpus_from(device: torch.device, gpus: int) -> list[torch.device]:
     """`device` and the GPUs after it; emulated GPUs are all the same device."""
-    others = range(1, gpus) if device.type == "cuda" else ()
-    return [device, *(torch.device("cuda", (device.index or 0) + gpu) for gpu in others)]
+    indices = range(1, gpus) if device.type == "cuda" else ()
+    return [device, *(torch.device("cuda", (device.index or 0) + gpu) for gpu in indices)]
 
 
 def _free(device: torch.device, gpu_memory: int | None) -> tuple[int, int]:
@@ -236,10 +236,10 @@ def _left_by_the_process(ram: int | None, later: int) -> int:
     """
     if ram is None:
         return max(0, int(available_ram() * RAM_SHARE) - later)
-    taken = resident() + later
-    if ram <= taken:
-        raise DoesNotFit(f"--ram {gib(ram)}: Python and its libraries alone take {gib(taken)} of RAM. Raise it.")
-    return ram - taken
+    held = resident() + later
+    if ram <= held:
+        raise DoesNotFit(f"--ram {gib(ram)}: Python and its libraries alone take {gib(held)} of RAM. Raise it.")
+    return ram - held
 
 
 def resident() -> int:

@@ -152,8 +152,8 @@ def wear_line(f: Forecast, written: Mapping[str, int], run_s: float | None = Non
     rated, total = f.machine.endurance or ENDURANCE * (f.machine.ssd or 2 * TB), sum(written.values())
     if total < LITTLE * rated and not f.plan.uses("ssd"):
         return ""
-    most = {what: nbytes for what, nbytes in written.items() if nbytes > PART * total}
-    parts = ", ".join(f"{what} {gb(nbytes)}" for what, nbytes in most.items())
+    large = {part: nbytes for part, nbytes in written.items() if nbytes > PART * total}
+    parts = ", ".join(f"{part} {gb(nbytes)}" for part, nbytes in large.items())
     read, wrote = (gb(nbytes) if nbytes else "nothing" for nbytes in (f.step.ssd_read, f.step.ssd_written))
     within = f" in {run_s / 86400:.1f} days" if run_s and run_s > 86400 else ""
     line = (

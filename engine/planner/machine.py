@@ -39,7 +39,7 @@ def this_machine(
     """
     cuda = device.type == "cuda"
     measure = partial(_alone, device, dtype, limits)
-    measured, how = cache.cached(cache.chips_now(device, dtype), measure) if cuda else (measure(), "measured")
+    measured, origin = cache.cached(cache.chips_now(device, dtype), measure) if cuda else (measure(), "measured")
     if fp8:
         quick = lambda: {"fp8": compute.fp8_rate(device)}
         measured |= cache.cached(cache.chips_now(device, "FP8"), quick)[0] if cuda else quick()
@@ -64,7 +64,7 @@ def this_machine(
     drives = f"{room / GB:,.0f} GB of disk free (speed of {count} {usual.name}{'s' * (count > 1)} assumed)"
     reserve = sum(reserved(disk.total) for disk in disks)
     return Machine(
-        name, limits.gpu, limits.ram, rates, room, reserve, worn, drives, how, limits.gpus, limits.less, mixed
+        name, limits.gpu, limits.ram, rates, room, reserve, worn, drives, origin, limits.gpus, limits.less, mixed
     )
 
 
@@ -85,12 +85,12 @@ def with_drives(machine: Machine, folders: Sequence[str | Path], anew: bool = Fa
         tried = [cache.cached(drive.identity(place), partial(drive.drive_rates, place), anew) for place in places]
     except OSError:
         return machine
-    read, write = (sum(known[name] for known, _ in tried) for name in ("ssd_read", "ssd_write"))
-    mixed, sustained = min(known["mixed"] for known, _ in tried), min(_held(place) for place in places)
+    read, write = (sum(stored[name] for stored, _ in tried) for name in ("ssd_read", "ssd_write"))
+    mixed, sustained = min(stored["mixed"] for stored, _ in tried), min(_held(place) for place in places)
     rates = replace(machine.rates, ssd_read=sustained * read, ssd_write=sustained * write, mixed=mixed)
     speeds = f"read {rates.ssd_read / GB:.1f}, write {rates.ssd_write / GB:.1f} GB/s, together {mixed:.2f} of that"
-    how = tried[0][1] + f"; a run kept up {percent(sustained)} of that" * (sustained < NOTICED)
-    return replace(machine, rates=rates, drives=f"{machine.ssd / GB:,.0f} GB of disk free, {speeds} ({how})")
+    origin = tried[0][1] + f"; a run kept up {percent(sustained)} of that" * (sustained < NOTICED)
+    return replace(machine, rates=rates, drives=f"{machine.ssd / GB:,.0f} GB of disk free, {speeds} ({origin})")
 
 
 def drive_speeds(folders: Sequence[str | Path]) -> list[float]:
@@ -111,14 +111,14 @@ def note_pinned(device: torch.device, nbytes: int) -> None:
 
 def pinnable(device: torch.device) -> float:
     """Bytes of RAM that CUDA pins; infinite unless an earlier run was refused more."""
-    known = cache.remembered(cache.chips(device, "") | {"what": "pinned"})
-    return known["bytes"] if known else math.inf
+    stored = cache.remembered(cache.chips(device, "") | {"what": "pinned"})
+    return stored["bytes"] if stored else math.inf
 
 
 def note_drives(rates: Rates, folders: Sequence[str | Path]) -> None:
     """Stores the rates that the drives sustain in steps, as a share of the measured ones, for the next run."""
     stored = {place: cache.remembered(drive.identity(place)) for place in places_of(folders)}
-    measured = sum(known["ssd_read"] for known in stored.values() if known)
+    measured = sum(r["ssd_read"] for r in stored.values() if r)
     for place in stored if all(stored.values()) else ():
         cache.remember(_sustained(place), {"share": rates.ssd_read / measured})
 

@@ -82,8 +82,8 @@ class Batch:
 
     def pairs(self, cfg: ModelConfig, u: int) -> int:
         """(query, key) pairs of a micro-batch in the attention of unit u: the mean of units like it."""
-        alike = shapes.alike(cfg)
-        layers = [unit for v, (_, unit) in enumerate(cfg.units, 1) if alike[v] == alike[u]]
+        kinds = shapes.alike(cfg)
+        layers = [unit for v, (_, unit) in enumerate(cfg.units, 1) if kinds[v] == kinds[u]]
         return costs.layer_pairs(layers, self.lengths) if layers else 0
 
     def inputs(self, cfg: ModelConfig) -> list[Inputs]:
@@ -92,8 +92,8 @@ class Batch:
 
 def lengths_of(tokens: int, length: int) -> list[int]:
     """The lengths of documents of `length` tokens, of which the last is cut."""
-    whole, rest = divmod(tokens, length)
-    return [length] * whole + [rest] * (rest > 0)
+    count, remainder = divmod(tokens, length)
+    return [length] * count + [remainder] * (remainder > 0)
 
 
 def predict(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch, roughly: bool = False) -> Prediction:
@@ -104,7 +104,7 @@ def predict(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch, roughly: b
     several GPUs and of outputs that are stored outside the GPU, and gradients have fewer pieces. Rough results are
     cached, since searches ask for the same plans.
     """
-    return (_known if roughly else _predict)(cfg, plan, rates, batch, roughly)
+    return (_cached if roughly else _predict)(cfg, plan, rates, batch, roughly)
 
 
 def _predict(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch, roughly: bool) -> Prediction:
@@ -115,7 +115,7 @@ def _predict(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch, roughly: 
         return _prediction(seconds, queues, () if roughly else tuple(queues.trace()))
 
 
-_known = lru_cache(CACHED)(_predict)
+_cached = lru_cache(CACHED)(_predict)
 
 
 def predict_evaluation(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch) -> Prediction:
@@ -181,12 +181,12 @@ def _steady(e: Engine, queues: SimulatedQueues, inputs: Sequence[Inputs]) -> flo
     return seconds + max(grown[1:])  # the step as it will be when buffers wait for the queue that falls behind
 
 
-def _lag(plan: Plan, known: Mapping[tuple[Kind, str], float], geo: Geometry, rates: Rates) -> float:
+def _lag(plan: Plan, times: Mapping[tuple[Kind, str], float], geo: Geometry, rates: Rates) -> float:
     """Seconds by which the last of several hosts begins backward later than the first: for each host the backward of a
     unit and the transfer of its sum.
     """
-    of = lambda kind, u: sum(known.get((kind, name), 0.0) for name, _ in _parts(geo, u))
-    slowest = max(of(kind, u) for kind in ("loss", "backward") for u in range(geo.n_units))
+    seconds = lambda kind, u: sum(times.get((kind, name), 0.0) for name, _ in _parts(geo, u))
+    slowest = max(seconds(kind, u) for kind in ("loss", "backward") for u in range(geo.n_units))
     return (plan.hosts - 1) * (plan.n_micro * slowest + 4 * max(geo.numel) / rates.net)
 
 
@@ -246,7 +246,7 @@ def _covered(tasks: Sequence[Task]) -> float:
 def durations(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch, k: int = 1) -> Callable[[Task], float]:
     """Returns a function that gives the seconds of a task without others; k micro-batches are simulated as one."""
     cfg = plan.cut(cfg)
-    latency, known = rates.latency, unit_seconds(cfg, plan, rates, batch)
+    latency, times = rates.latency, unit_seconds(cfg, plan, rates, batch)
     passes: dict[Kind, float] = PASSES | {"finish": PASSES["finish"] / rates.finish}
     speed = {queue: getattr(rates, DRIVE.get(queue, queue)) for queue in ("h2d", "d2h", *DRIVE)}
     speed |= dict.fromkeys(NET, rates.net) | dict.fromkeys(PEERS, rates.peer or min(rates.h2d, rates.d2h))
@@ -256,8 +256,8 @@ def durations(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch, k: int =
     def duration(task: Task) -> float:
         if (queue := plain(task.queue)) in speed:
             return latency + task.nbytes / speed[queue]
-        if (task.kind, task.of) in known:
-            return k * known[task.kind, task.of]
+        if (task.kind, task.of) in times:
+            return k * times[task.kind, task.of]
         kernels, passed = kernels_in(task.kind), passes.get(task.kind, 1.0)
         return _launched(kernels, task.nbytes * passed / rates.copy, rates)
 
@@ -305,9 +305,9 @@ def work_of(cfg: ModelConfig, plan: Plan, batch: Batch, u: int) -> tuple[Work, W
     gradients.
     """
     tokens, itemsize = batch.learned if u == cfg.n_units - 1 else batch.tokens, ITEMSIZE[plan.dtype]
-    wide = 4 if batch.n_micro > 1 or plan.hosts > 1 else itemsize
+    grad_itemsize = 4 if batch.n_micro > 1 or plan.hosts > 1 else itemsize
     saved = frozenset(name for name, _ in plan.units[u].saved)
-    return measure.work(cfg, u, tokens, batch.pairs(cfg, u), itemsize, wide, saved)
+    return measure.work(cfg, u, tokens, batch.pairs(cfg, u), itemsize, grad_itemsize, saved)
 
 
 def _launched(kernels: float, seconds: float, rates: Rates) -> float:
@@ -329,26 +329,26 @@ def unit_seconds(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch) -> Ma
         return _launched(kernels_of(cfg, plan, batch, kind, u), seconds, rates)
 
     ends: tuple[tuple[int, Kind], ...] = ((0, "forward"), (0, "backward"), (cfg.n_units - 1, "loss"))
-    known: dict[tuple[Kind, str], float] = {}
+    times: dict[tuple[Kind, str], float] = {}
     for u, kind in ends:
         work = work_of(cfg, plan, batch, u)[kind != "forward"]
-        known[kind, geo.names[u]] = launched(kind, pass_seconds(work, rates, batch), u) / (rates.loss if u else 1)
+        times[kind, geo.names[u]] = launched(kind, pass_seconds(work, rates, batch), u) / (rates.loss if u else 1)
     if batch.compared:
-        known["loss", geo.names[-1]] *= 1 + LOSS_FORWARD
+        times["loss", geo.names[-1]] *= 1 + LOSS_FORWARD
     first = _first_alike(geo, plan)
     for u in range(1, cfg.n_units - 1):
         if first[u] < u:
             for (name, _), (same, _) in zip(_parts(geo, u), _parts(geo, first[u]), strict=True):
-                known["forward", name], known["backward", name] = known["forward", same], known["backward", same]
+                times["forward", name], times["backward", name] = times["forward", same], times["backward", same]
             continue
         forward, backward = (pass_seconds(work, rates, batch) for work in work_of(cfg, plan, batch, u))
         # Gradients are read and written in each micro-batch, in fp32 if there are several.
-        wide = 8 if batch.n_micro > 1 or plan.hosts > 1 else 2 * ITEMSIZE[plan.dtype]
-        backward += wide * geo.numel[u] / rates.copy
+        traffic = 8 if batch.n_micro > 1 or plan.hosts > 1 else 2 * ITEMSIZE[plan.dtype]
+        backward += traffic * geo.numel[u] / rates.copy
         for name, share in _parts(geo, u):
-            known["forward", name] = launched("forward", share * forward, u) / rates.forward
-            known["backward", name] = launched("backward", share * backward, u) / rates.backward
-    return known
+            times["forward", name] = launched("forward", share * forward, u) / rates.forward
+            times["backward", name] = launched("backward", share * backward, u) / rates.backward
+    return times
 
 
 def _first_alike(geo: Geometry, plan: Plan) -> list[int]:
@@ -372,13 +372,13 @@ def rebuilt_seconds(
 
 def pass_seconds(work: Work, rates: Rates, batch: Batch) -> float:
     """Seconds of a pass on the GPU, without the launches of its kernels."""
-    long = batch.seq_len / (batch.seq_len + HALF)  # the share of its rate that attention reaches in such documents
+    reached = batch.seq_len / (batch.seq_len + HALF)  # the share of its rate that attention reaches in such documents
     share = {
         "gemm": rates.gemm, "grouped": rates.grouped, "grouped gradients": rates.grouped_add,
         "scan": rates.scan, "scan backward": rates.scan_backward,
     }  # fmt: skip
     for width, (forward, backward) in ATTENTION.items():
-        share |= {f"attention {width}": forward * long, f"attention backward {width}": backward * long}
+        share |= {f"attention {width}": forward * reached, f"attention backward {width}": backward * reached}
     in_fp8 = {"fp8": rates.gemm_fp8, "grouped fp8": rates.grouped_fp8}
     speed = {kind: rates.matmul * s for kind, s in share.items()} | {kind: rates.fp8 * s for kind, s in in_fp8.items()}
     seconds = sum(flops / speed[kind] for kind, flops in work.flops.items()) + work.moved / rates.copy

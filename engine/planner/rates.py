@@ -77,8 +77,8 @@ class Rates:
         Both moments are read and written: with 8 bits that is 4 bytes a parameter, not 16.
         """
         adam = self.adam8 if bits == 8 and self.adam8 else self.adam
-        used = (ADAM_BYTES - 4 * (32 - bits) / 8) * adam
-        return replace(self, adam=adam, spare=max(0.0, ADAM_BYTES * self.adam - used))
+        bandwidth = (ADAM_BYTES - 4 * (32 - bits) / 8) * adam
+        return replace(self, adam=adam, spare=max(0.0, ADAM_BYTES * self.adam - bandwidth))
 
     def times(self, share: float, names: tuple[str, ...]) -> Rates:
         """These rates with those of `names` multiplied by `share`."""
@@ -126,12 +126,12 @@ def rates_of(measured: Mapping[str, float]) -> Rates:
 
     On a CPU there is no PCIe: a copy reads and writes RAM.
     """
-    known = {f.name for f in fields(Rates)}
-    rates = {k: v for k, v in measured.items() if k in known and v and math.isfinite(v)}
+    names = {f.name for f in fields(Rates)}
+    rates = {k: v for k, v in measured.items() if k in names and v and math.isfinite(v)}
     dram = rates.setdefault("dram", ADAM_BYTES * rates["adam"] * SHARED)
     rates.setdefault("copy", GPUS["h200"].copy if "h2d" in rates else dram)
-    made: dict[str, Any] = {"h2d": dram / 2, "d2h": dram / 2}
-    return Rates(**made | rates)
+    bus: dict[str, Any] = {"h2d": dram / 2, "d2h": dram / 2}
+    return Rates(**bus | rates)
 
 
 SHEETS = "by data sheets"
@@ -168,15 +168,15 @@ class Machine:
     def describe(self, on_gpu: bool = True) -> str:
         """A line with its parts and their speeds. Without a GPU both tiers are RAM, and there is no PCIe."""
         r = self.rates
-        whole = f" | RAM {gib(self.gpus * self.gpu - sum(self.less) + self.ram, 0)}"
+        total = f" | RAM {gib(self.gpus * self.gpu - sum(self.less) + self.ram, 0)}"
         of_gpus = " and ".join(gib(self.gpu - less, 0) for less in self.less) or gib(self.gpu, 0)
-        memory = f", {of_gpus} | RAM {gib(self.ram, 0)}" if on_gpu else whole
+        memory = f", {of_gpus} | RAM {gib(self.ram, 0)}" if on_gpu else total
         peer = f", GPU to GPU {r.peer / GB:.0f}" * (r.peer > 0)
         bus = f"PCIe {r.h2d / GB:.0f} GB/s{peer} | " if on_gpu else ""
-        alike = self.gpus > 1 and not self.mixed
+        equal = self.gpus > 1 and not self.mixed
         several = f"{self.gpus} x " if on_gpu else f"{self.gpus} emulated GPUs on "
         return (
-            f"{several * alike}{self.name}{memory}, {r.dram / GB:.0f} GB/s | {self.drives} | {bus}"
+            f"{several * equal}{self.name}{memory}, {r.dram / GB:.0f} GB/s | {self.drives} | {bus}"
             f"CPU AdamW {r.adam / GB:.1f} G parameters/s ({self.how})"
         )
 
@@ -192,13 +192,13 @@ def machine(
     """A machine from its parts. `dram`: bytes/s of RAM, which AdamW reaches with enough cores."""
     adam = min(dram / ADAM_BYTES, cores * CORE_ADAM)
     rates = Rates(gpu.matmul, gpu.copy, gpu.bus, gpu.bus, adam, dram, launch_overhead=LAUNCH_OVERHEAD, fp8=gpu.fp8)
-    made = Machine(gpu.name, gpu.memory, ram, rates)
+    plain = Machine(gpu.name, gpu.memory, ram, rates)
     if drive is None:
-        return made
+        return plain
     say = f"{drives} x {drive.capacity / TB:g} TB, read {drive.read / GB:g}, write {drive.write / GB:g} GB/s each"
     rates = replace(rates, ssd_read=drives * drive.read, ssd_write=drives * drive.write)
     ssd, endurance = drives * drive.capacity, drives * drive.endurance
-    return replace(made, rates=rates, ssd=ssd, reserve=reserved(ssd), endurance=endurance, drives=say)
+    return replace(plain, rates=rates, ssd=ssd, reserve=reserved(ssd), endurance=endurance, drives=say)
 
 
 def reserved(nbytes: int) -> int:
@@ -223,13 +223,13 @@ def assume(text: str) -> Machine:
     try:
         if not {"gpu", "ram"} <= texts.keys() <= set(PARTS) or len(texts) != len(words):
             raise ValueError(f"write it like {LIKE}, with gpu and ram at least; parts are {'=, '.join(PARTS)}=")
-        made = unequal([_alike({**texts, "gpu": name}) for name in texts["gpu"].split("+")])
-        if made.gpus > MOST_GPUS:
-            raise ValueError(f"{made.gpus} GPUs are too many; a run has at most {MOST_GPUS}")
+        parsed = unequal([_of_equal_gpus({**texts, "gpu": name}) for name in texts["gpu"].split("+")])
+        if parsed.gpus > MOST_GPUS:
+            raise ValueError(f"{parsed.gpus} GPUs are too many; a run has at most {MOST_GPUS}")
         peer = _read(texts, "peer", positive) * GB if "peer" in texts else 0.0
     except ValueError as error:
         raise InputError(f"--assume {text}: {error}.") from None
-    return replace(made, rates=replace(made.rates, peer=peer))
+    return replace(parsed, rates=replace(parsed.rates, peer=peer))
 
 
 def unequal(parts: Sequence[Machine]) -> Machine:
@@ -239,12 +239,12 @@ def unequal(parts: Sequence[Machine]) -> Machine:
         return parts[0]
     if len({part.ram for part in parts}) > 1 or len({part.rates.dram for part in parts}) > 1:
         raise ValueError("a GPU that shares the CPU's memory cannot be one of several")
-    most, slowest = max(part.gpu for part in of_gpus), min(of_gpus, key=lambda part: part.rates.matmul)
-    less, name = tuple(most - part.gpu for part in of_gpus), " + ".join(part.name for part in of_gpus)
-    return replace(slowest, name=name, gpu=most, gpus=len(of_gpus), less=less, mixed=True)
+    largest, slowest = max(part.gpu for part in of_gpus), min(of_gpus, key=lambda part: part.rates.matmul)
+    less, name = tuple(largest - part.gpu for part in of_gpus), " + ".join(part.name for part in of_gpus)
+    return replace(slowest, name=name, gpu=largest, gpus=len(of_gpus), less=less, mixed=True)
 
 
-def _alike(texts: Mapping[str, str]) -> Machine:
+def _of_equal_gpus(texts: Mapping[str, str]) -> Machine:
     """With equal GPUs. Raises ValueError."""
     several = re.fullmatch(r"(\d{1,2})x(.+)", texts["gpu"])
     gpus, name = (whole(several[1]), several[2]) if several else (1, texts["gpu"])

@@ -102,7 +102,7 @@ def spread(n: int, k: int) -> frozenset[int]:
     return frozenset(i * n // k for i in range(k)) if k else frozenset()
 
 
-def some(units: Sequence[int], k: int) -> frozenset[int]:
+def evenly(units: Sequence[int], k: int) -> frozenset[int]:
     """k of `units`, evenly spaced."""
     return frozenset(units[i] for i in spread(len(units), k))
 
@@ -168,7 +168,7 @@ def _lowest_plans(geo: Geometry, wanted: Wanted, strategy: Strategy) -> Iterable
     """Plans with everything in the lowest tier that `placement` allows, with the largest buffers first."""
     weights, state = LOWEST[wanted.placement]
     frozen = any(layout.tensors for layout in geo.base)
-    small = geo.cfg.lora is not None and weights != "gpu"
+    adapters = geo.cfg.lora is not None and weights != "gpu"
     inputs = TIERS[TIERS.index(strategy.x) : 3 if "ssd" in (weights, state) else 2]
     # (weight slots on the GPU, gradient piece, weight slots in RAM)
     half = geo.half_piece()
@@ -182,7 +182,7 @@ def _lowest_plans(geo: Geometry, wanted: Wanted, strategy: Strategy) -> Iterable
         for x in inputs if between == "gpu" or wanted.gpus > 1 else inputs[inputs.index("ram") :]:
             base = weights if frozen else "gpu"
             # Adapters and their state are small, so they are in RAM; their base is not.
-            low = UnitPlan("ram", "ram", x=x, base=base) if small else UnitPlan(weights, state, x=x, base=base)
+            low = UnitPlan("ram", "ram", x=x, base=base) if adapters else UnitPlan(weights, state, x=x, base=base)
             needed_at_once: Tier = "gpu" if between == "gpu" else "ram" if x == "gpu" else x
             plan = Plan(
                 units=(low,) * (geo.n_units - 1) + (replace(low, x=needed_at_once),),
@@ -251,7 +251,7 @@ def of_first(geo: Geometry, plan: Plan, limits: Limits, units: Sequence[int], **
 
 def of_spread(geo: Geometry, plan: Plan, limits: Limits, units: Sequence[int], **change: Any) -> Plan:
     """As `of_first`, with k of `units` that are evenly spaced."""
-    return largest_fitting(geo, limits, len(units), lambda k: plan.changed(some(units, k), **change))
+    return largest_fitting(geo, limits, len(units), lambda k: plan.changed(evenly(units, k), **change))
 
 
 def _base_to_gpu(geo: Geometry, plan: Plan, limits: Limits) -> Plan:
@@ -271,8 +271,8 @@ def _inputs_to_ram(geo: Geometry, plan: Plan, limits: Limits) -> Plan:
     return of_spread(geo, plan, limits, [u for u, unit in enumerate(plan.units) if unit.x == "ssd"], x="ram")
 
 
-def _states_to_gpu(geo: Geometry, plan: Plan, limits: Limits, most: int) -> Plan:
-    return of_first(geo, plan, limits, range(most), weights="gpu", state="gpu", update="cpu")
+def _states_to_gpu(geo: Geometry, plan: Plan, limits: Limits, count: int) -> Plan:
+    return of_first(geo, plan, limits, range(count), weights="gpu", state="gpu", update="cpu")
 
 
 def _more_state_buffers(geo: Geometry, plan: Plan, limits: Limits) -> Plan:
@@ -295,9 +295,9 @@ def _base_to_ram(geo: Geometry, plan: Plan, limits: Limits) -> Plan:
 
 def longer_pieces(geo: Geometry, plan: Plan, limits: Limits) -> Plan:
     """Lengthens the pieces of gradients, as far as they fit."""
-    most = max((n for unit, n in zip(plan.units, geo.numel, strict=True) if unit.state != "gpu"), default=0)
+    longest = max((n for unit, n in zip(plan.units, geo.numel, strict=True) if unit.state != "gpu"), default=0)
     return largest_fitting(
-        geo, limits, -(-most // STRETCH), lambda k: replace(plan, piece=max(plan.piece, k * STRETCH))
+        geo, limits, -(-longest // STRETCH), lambda k: replace(plan, piece=max(plan.piece, k * STRETCH))
     )
 
 
@@ -306,7 +306,7 @@ def share_updates(geo: Geometry, plan: Plan, limits: Limits, share: float) -> Pl
     for all updates on one of the two processors.
     """
     in_ram = [u for u, unit in enumerate(plan.units) if unit.state == unit.weights == "ram"]
-    chosen = some(in_ram, round(share * len(in_ram)))
+    chosen = evenly(in_ram, round(share * len(in_ram)))
     shared = plan.changed(set(in_ram) - chosen, update="cpu").changed(chosen, update="gpu")
     shared = replace(shared, window=max(plan.window, 3))
     return shared if fits(geo, shared, limits) else plan
@@ -337,15 +337,15 @@ def _why_not(geo: Geometry, plan: Plan, limits: Limits) -> str:
     lacks = limits.lacking(usage(geo, plan, limits.less))
     assert lacks, "a plan that fits was refused"
     missing = {tier: rounded_up(MARGIN[tier] * lacks[tier]) for tier in lacks}  # not the sum: options include a reserve
-    other = f"use a GPU with {missing.pop('gpu')} more free memory" if "gpu" in missing and limits.all_free else ""
+    larger_gpu = f"use a GPU with {missing.pop('gpu')} more free memory" if "gpu" in missing and limits.all_free else ""
     frees = f"free {missing.pop('ram')} of RAM" if "ram" in missing and limits.free_ram else ""
     raises = " and ".join(f"{flag} by {missing[tier]}" for tier, flag in FLAGS.items() if tier in missing)
-    first = " and ".join(way for way in (other, f"raise {raises}" * bool(raises), frees) if way)
+    first = " and ".join(change for change in (larger_gpu, f"raise {raises}" * bool(raises), frees) if change)
     out = [first[0].upper() + first[1:]]
     shorter = lambda k: usage(geo, replace(plan, tokens=k), limits.less)["gpu"] <= limits.gpu
-    if "gpu" in lacks and (tokens := _most(plan.tokens, shorter)):
+    if "gpu" in lacks and (tokens := _largest_positive(plan.tokens, shorter)):
         out.append(f"lower --seq-len (of {plan.tokens:,} tokens a micro-batch {tokens:,} fit)")
-    if n_micro := _most(plan.n_micro, lambda k: fits(geo, replace(plan, n_micro=k), limits)):
+    if n_micro := _largest_positive(plan.n_micro, lambda k: fits(geo, replace(plan, n_micro=k), limits)):
         out.append(f"lower --batch-size (of {plan.n_micro:,} micro-batches a step {n_micro:,} fit)")
     if list(lacks) == ["ram"] and plan.mode != "backward" and plan.gradients == "ram":
         out.append("--max-grad-norm 0, which does not store all gradients")
@@ -364,9 +364,9 @@ def shortage(geo: Geometry, plan: Plan, limits: Limits) -> str:
     )
 
 
-def _most(most: int, good: Callable[[int], bool]) -> int:
+def _largest_positive(n: int, good: Callable[[int], bool]) -> int:
     """The largest k in 1..most with good(k), or 0."""
-    return 1 + largest(most - 1, lambda k: good(1 + k)) if good(1) else 0
+    return 1 + largest(n - 1, lambda k: good(1 + k)) if good(1) else 0
 
 
 def sizes_of(rows: Sequence[int], sequences: int, seq_len: int) -> tuple[tuple[int, int], ...]:

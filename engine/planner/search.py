@@ -55,8 +55,8 @@ class Search:
 
     def may_be_best(self, plan: Plan) -> bool:
         """False if its computation alone takes longer than the best plan's step."""
-        least = least_seconds(self.geo.cfg, plan, self.rates, self.batch(plan)) / (plan.tokens * plan.n_micro)
-        return least <= (1 + STEADY) * self.costs[self.best]
+        bound = least_seconds(self.geo.cfg, plan, self.rates, self.batch(plan)) / (plan.tokens * plan.n_micro)
+        return bound <= (1 + STEADY) * self.costs[self.best]
 
     def decide(self, decision: Decision) -> None:
         """Simulates the alternatives to the best plan that fit. Their gradient pieces are as long as memory allows.
@@ -79,8 +79,8 @@ class Search:
 
     def sizes(self, tokens: int) -> Sequence[tuple[int, int]]:
         """(tokens, number) of micro-batches: this one, and the next smaller and larger ones."""
-        at = next(i for i, (most, _) in enumerate(self.wanted.sizes) if most <= tokens)
-        return self.wanted.sizes[max(0, at - 1) : at + 2]
+        index = next(i for i, (larger, _) in enumerate(self.wanted.sizes) if larger <= tokens)
+        return self.wanted.sizes[max(0, index - 1) : index + 2]
 
 
 Decision = Callable[[Search, Plan], Iterable[Plan]]  # alternatives to a plan
@@ -89,14 +89,14 @@ Decision = Callable[[Search, Plan], Iterable[Plan]]  # alternatives to a plan
 def updated_as(plan: Plan, resumed: Plan) -> Plan | None:
     """`plan` with each unit's update on the processor of `resumed`; None if its own placement does not allow it."""
     units = []
-    for unit, other in zip(plan.units, resumed.units, strict=True):
-        on_gpu = other.state == "gpu" or other.update == "gpu"
+    for unit, before in zip(plan.units, resumed.units, strict=True):
+        on_gpu = before.state == "gpu" or before.update == "gpu"
         streamed = on_gpu and unit.state != "gpu"
         if unit.state == "gpu" and not on_gpu:
             return None
         if streamed and ((unit.weights, unit.state) != ("ram", "ram") or plan.mode == "backward"):
             return None
-        units.append(replace(unit, gpu=other.gpu, update="gpu" if streamed else "cpu"))
+        units.append(replace(unit, gpu=before.gpu, update="gpu" if streamed else "cpu"))
     return replace(plan, units=tuple(units))
 
 
@@ -123,19 +123,19 @@ def moves(geo: Geometry, batch: Batch, rates: Rates) -> list[Move]:
     for kind in geo.inner_kinds:
         u, nbytes = geo.kinds.index(kind), shapes.saved_bytes(geo.cfg, batch.tokens, ITEMSIZE[geo.dtype], kind)
         sets = chain.from_iterable(combinations(nbytes, count) for count in range(len(nbytes) + 1))
-        left = {names: (sum(nbytes[n] for n in names), rebuilt_seconds(geo.cfg, u, frozenset(names), rates, batch))
+        costs = {names: (sum(nbytes[n] for n in names), rebuilt_seconds(geo.cfg, u, frozenset(names), rates, batch))
                 for names in sets}  # fmt: skip
-        here: tuple[str, ...] = ()
+        saved: tuple[str, ...] = ()
         while True:
-            size, again = left[here]
-            steep = {n: (again - s) / (b - size) for n, (b, s) in left.items() if b > size and s < again}
+            size, seconds = costs[saved]
+            steep = {n: (seconds - s) / (b - size) for n, (b, s) in costs.items() if b > size and s < seconds}
             if not steep:
                 break
             best = [names for names in steep if steep[names] >= (1 - 1e-6) * max(steep.values())]
-            keep = [names for names in best if set(names) >= set(here)]
-            sizes = {names: left[names][0] for names in best}
-            here = min(keep, key=sizes.__getitem__) if keep else max(best, key=sizes.__getitem__)
-            steps.append(Move(kind, here, left[here][0] - size, again - left[here][1]))
+            keep = [names for names in best if set(names) >= set(saved)]
+            sizes = {names: costs[names][0] for names in best}
+            saved = min(keep, key=sizes.__getitem__) if keep else max(best, key=sizes.__getitem__)
+            steps.append(Move(kind, saved, costs[saved][0] - size, seconds - costs[saved][1]))
     # Rounded: rounding errors would change the order.
     return sorted(steps, key=lambda move: -float(f"{move.seconds / move.nbytes:.6g}"))
 
@@ -180,11 +180,11 @@ def with_moves(
         saved[u] = dict.fromkeys(geo.saved_names(geo.kinds[u]) if on_gpu else (), "gpu")
     for move in steps:
         units = [u for u in saved if geo.kinds[u] == move.kind]
-        done, ram = min(n, len(units)), min(in_ram, n, len(units))
-        n, in_ram, near = n - done, in_ram - ram, spread(done, ram)
-        for i, place in enumerate(sorted(spread(len(units), done))):
+        moved, ram = min(n, len(units)), min(in_ram, n, len(units))
+        n, in_ram, ram_places = n - moved, in_ram - ram, spread(moved, ram)
+        for i, place in enumerate(sorted(spread(len(units), moved))):
             u = units[place]
             if shapes.layer(geo.cfg, u) < last:
-                tier: SavedTier = "ram" if i in near else beyond
+                tier: SavedTier = "ram" if i in ram_places else beyond
                 saved[u] = {name: saved[u].get(name, tier) for name in move.names}
     return plan.saving({u: tuple(names.items()) for u, names in saved.items()})

@@ -83,11 +83,11 @@ class SimulatedQueues:
         self.parts: list[tuple[int, int, dict[str, float]]] = []  # [start, stop) of them, slow-down of each queue
         self.free = dict.fromkeys(queues_of(gpus, hosts), 0.0)
         self.drives, self.ram = SharedDevice(len(CLASSES), BOUND), Intervals()
-        both = {"h2d": (rates.up_all, Intervals()), "d2h": (rates.down_all, Intervals())}
-        known = ((queue, both[plain(queue)]) for queue in self.free if gpus > 1 and plain(queue) in both)
-        self.of_all = {queue: way for queue, way in known if way[0]}  # bytes/s of all GPUs' way, its busy times
-        ways = {numbered(BUS[queue], gpu) for queue in (STREAMED[0], STREAMED[-1]) for gpu in range(gpus)}
-        self.buses = {way: SharedDevice(2, 1) for way in ways}
+        limits = {"h2d": (rates.up_all, Intervals()), "d2h": (rates.down_all, Intervals())}
+        pairs = ((queue, limits[plain(queue)]) for queue in self.free if gpus > 1 and plain(queue) in limits)
+        self.of_all = {queue: bus for queue, bus in pairs if bus[0]}  # bytes/s of all GPUs' way, its busy times
+        buses = {numbered(BUS[queue], gpu) for queue in (STREAMED[0], STREAMED[-1]) for gpu in range(gpus)}
+        self.buses = {bus: SharedDevice(2, 1) for bus in buses}
         self.crowded = gpus * (rates.h2d + rates.d2h) + max(rates.ssd_read, rates.ssd_write) > rates.dram
         self.waited = 0.0  # seconds at the end of the last statistics
         self.handed = 0.0  # seconds when the interpreter has issued the last task
@@ -110,8 +110,8 @@ class SimulatedQueues:
         task.seconds = self.duration(task)
         task.issue = self.issue(task) if self.issue else 0.0
         task.in_ram = nbytes / self.rates.dram if self.crowded and is_copy(queue) else 0.0
-        if way := self.of_all.get(queue):
-            task.of_all = nbytes / way[0]
+        if limit := self.of_all.get(queue):
+            task.of_all = nbytes / limit[0]
         self.tasks.append(task)
         return task
 
@@ -137,11 +137,11 @@ class SimulatedQueues:
         the waiting one, since in the previous step it ended long before.
         """
         last = {(task.queue, task.kind, task.of): i for i, task in enumerate(self.tasks)}
-        mine = set(self.tasks)
+        recorded = set(self.tasks)
         for i, task in enumerate(self.tasks):
-            if not mine.issuperset(task.after):
-                before = [last.get((t.queue, t.kind, t.of), -1) for t in task.after if t not in mine]
-                task.after = [t for t in task.after if t in mine] + [self.tasks[j] for j in before if j >= i]
+            if not recorded.issuperset(task.after):
+                earlier = [last.get((t.queue, t.kind, t.of), -1) for t in task.after if t not in recorded]
+                task.after = [t for t in task.after if t in recorded] + [self.tasks[j] for j in earlier if j >= i]
 
     def time(self) -> float:
         """Runs the recorded tasks as the next step; returns its seconds. A wait for a later task in program order
@@ -182,7 +182,7 @@ class SimulatedQueues:
     def _time(self, tasks: Sequence[SimulatedTask], slow: dict[str, float]) -> None:
         streamed = {queue for queue in {task.queue for task in tasks} if queue.startswith(STREAMED)}
         shared = {queue: (self.buses[numbered(plain(queue), gpu_of(queue))], 1) for queue in streamed if is_copy(queue)}
-        shared |= {way: (bus, 0) for way, bus in self.buses.items() if (bus, 1) in shared.values()}
+        shared |= {name: (bus, 0) for name, bus in self.buses.items() if (bus, 1) in shared.values()}
         shared |= {queue: (self.drives, rank) for queue, rank in CLASS.items()}
         free, task_seconds, handed = self.free, self.rates.task, self.handed
         through_ram = self.ram.take
@@ -193,9 +193,9 @@ class SimulatedQueues:
             start = free[queue]
             if handed > start:
                 start = handed
-            for other in task.after:
-                if other.end > start:
-                    start = other.end
+            for awaited in task.after:
+                if awaited.end > start:
+                    start = awaited.end
             seconds = task.seconds * slow[queue]
             end = start + seconds
             if queue in shared:
@@ -226,12 +226,12 @@ class Intervals:
             ends.append(start + seconds)
             return start + seconds
         first = i = bisect.bisect_left(ends, start)
-        at, left = start, seconds
-        while i < n and (free := starts[i] - at) <= left:
+        time, left = start, seconds
+        while i < n and (free := starts[i] - time) <= left:
             if free > 0:
                 left -= free
-            at, i = ends[i], i + 1
-        end = at + left
+            time, i = ends[i], i + 1
+        end = time + left
         if i == first:
             starts.insert(first, start)
             ends.insert(first, end)
@@ -276,10 +276,10 @@ def _slowness(halves: Sequence[Sequence[SimulatedTask]], rates: Rates, queues: I
     for half, tasks in zip(moved, halves, strict=True):
         for task in tasks:
             half[task.queue] += task.nbytes
-    read, written = (sum(half[queue] for half in moved for queue in way) for way in (READS, WRITES))
+    read, written = (sum(half[queue] for half in moved for queue in direction) for direction in (READS, WRITES))
     alone = drive_seconds(read, written, replace(rates, mixed=1.0)) or 1.0
-    both = dict.fromkeys(DRIVE, drive_seconds(read, written, rates) / alone or 1.0)
-    return [dict.fromkeys(half, 1.0) | _sharing(half, rates) | both for half in moved]
+    drives = dict.fromkeys(DRIVE, drive_seconds(read, written, rates) / alone or 1.0)
+    return [dict.fromkeys(half, 1.0) | _sharing(half, rates) | drives for half in moved]
 
 
 def drive_seconds(read: float, written: float, rates: Rates) -> float:
@@ -301,19 +301,19 @@ def _sharing(moved: dict[str, float], rates: Rates) -> dict[str, float]:
     crowd = 1 + max(0.0, copied / alone - rates.spare) / rates.dram if alone else 1.0
     slow, on_bus = {"cpu": crowd}, rates.peer <= OWN_LINK * rates.d2h
     for gpu in {gpu_of(queue) for queue in moved}:
-        ways = {way: [queue for queue in BUS if BUS[queue] == way] for way in ("h2d", "d2h")}
+        buses = {bus: [queue for queue in BUS if BUS[queue] == bus] for bus in ("h2d", "d2h")}
         amount = lambda queues, gpu=gpu: sum(moved.get(numbered(queue, gpu), 0.0) for queue in queues)
-        first = {way: amount(queue for queue in queues if queue not in STREAMED) for way, queues in ways.items()}
+        first = {bus: amount(queue for queue in queues if queue not in STREAMED) for bus, queues in buses.items()}
         hops, *swaps = (amount((queue,)) for queue in PEERS)  # out, in
         if on_bus:
-            first = {way: first[way] + hops + swap for way, swap in zip(("d2h", "h2d"), swaps, strict=True)}
+            first = {bus: first[bus] + hops + swap for bus, swap in zip(("d2h", "h2d"), swaps, strict=True)}
         for queue, swap in zip(PEERS[1:], swaps, strict=True):
             slow[numbered(queue, gpu)] = 1 + hops / swap if swap else 1.0
-        turns = {way: amount((way, *(queue for queue in queues if queue in STREAMED))) for way, queues in ways.items()}
-        total = {way: turns[way] + first[way] for way in ways}
-        lost = dict.fromkeys(ways, (1 / rates.duplex - 1) * min(total.values()))
+        turns = {bus: amount((bus, *(queue for queue in queues if queue in STREAMED))) for bus, queues in buses.items()}
+        total = {bus: turns[bus] + first[bus] for bus in buses}
+        lost = dict.fromkeys(buses, (1 / rates.duplex - 1) * min(total.values()))
         lost["h2d"] += (1 / rates.reading - 1) * min(total["h2d"], alone * rates.h2d)
-        for way, queues in ways.items():
-            slower = 1 + (lost[way] + first[way]) / turns[way] if turns[way] else 1.0
-            slow |= {numbered(queue, gpu): slower for queue in (way, *queues) if queue == way or queue in STREAMED}
+        for bus, queues in buses.items():
+            slower = 1 + (lost[bus] + first[bus]) / turns[bus] if turns[bus] else 1.0
+            slow |= {numbered(queue, gpu): slower for queue in (bus, *queues) if queue == bus or queue in STREAMED}
     return slow

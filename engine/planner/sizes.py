@@ -27,8 +27,8 @@ def find_config(name: str) -> dict[str, Any]:
     plain, (models, also) = _UNSHAPED.sub("", name.lower().replace("_", "-")), _tables()
     if config := models.get(also.get(plain, plain)):
         return dict(config)
-    near = get_close_matches(plain, [*models, *also], 5)
-    there_are = f"Near are {', '.join(near)}" if near else f"There are {', '.join(models)}"
+    similar = get_close_matches(plain, [*models, *also], 5)
+    there_are = f"Near are {', '.join(similar)}" if similar else f"There are {', '.join(models)}"
     raise InputError(f"--shape {name} is not known. {there_are}; or name a folder with a config.json.")
 
 

@@ -31,9 +31,9 @@ def cached(
 
     The second value says in words where the rates are from.
     """
-    known = None if anew else remembered(identity)
-    if known is not None:
-        return known, "measured before"
+    stored = None if anew else remembered(identity)
+    if stored is not None:
+        return stored, "measured before"
     start = time.monotonic()
     rates = measure()
     remember(identity, rates)

@@ -60,10 +60,10 @@ def scan_shares(
     q, k = (normalize(torch.randn(N, K, d, device=device), dim=-1).to(dtype) for _ in range(2))
     v, dy = (torch.randn(N, H, e, device=device).to(dtype) for _ in range(2))
     g, beta, docs = -torch.rand(N, H, device=device), torch.rand(N, H, device=device), ops.make_docs(lengths, device)
-    into = [torch.empty_like(t) for t in (q, k, v)]
+    gradients = [torch.empty_like(t) for t in (q, k, v)]
     passes = {
         "scan": lambda: ops.scan_fwd(q, k, v, g, beta, docs, scan.delta),
-        "scan_backward": lambda: ops.scan_bwd(dy, q, k, v, g, beta, docs, scan.delta, None, *into),
+        "scan_backward": lambda: ops.scan_bwd(dy, q, k, v, g, beta, docs, scan.delta, None, *gradients),
     }
     seconds = {name: min(timed(run, device) for _ in range(TURNS)) for name, run in passes.items()}
     flops = recurrence_flops(scan, N)

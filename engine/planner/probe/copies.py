@@ -33,29 +33,29 @@ class _Bus:
         self.pin = 2 * nbytes / (time.perf_counter() - start)
         self.streams = [torch.cuda.Stream(device) for _ in range(2)]
 
-    def copy(self, way: int) -> torch.cuda.Event:
+    def copy(self, direction: int) -> torch.cuda.Event:
         """Starts a copy to the GPU (way 0) or from it (way 1). The event happens when it is over."""
-        to, source = (tier[way] for tier in ((self.gpu, self.host) if way == 0 else (self.host, self.gpu)))
-        with torch.cuda.stream(self.streams[way]):
+        to, source = (tier[direction] for tier in ((self.gpu, self.host) if direction == 0 else (self.host, self.gpu)))
+        with torch.cuda.stream(self.streams[direction]):
             to.copy_(source, non_blocking=True)
-            return self.streams[way].record_event(torch.cuda.Event(enable_timing=True))
+            return self.streams[direction].record_event(torch.cuda.Event(enable_timing=True))
 
-    def flow(self, work: Callable[[], object], *ways: int) -> tuple[float, ...]:
+    def flow(self, work: Callable[[], object], *directions: int) -> tuple[float, ...]:
         """Runs `work` over and over for PHASE seconds while copies of the given ways run.
 
         Returns calls of `work` a second, then bytes/s of each way.
         """
-        copies, calls, start = [[self.copy(way)] for way in ways], 0, time.perf_counter()
-        while (took := time.perf_counter() - start) < PHASE or not all(done[1].query() for done in copies):
-            for way, done in zip(ways, copies, strict=True):
-                while len(done) < AHEAD or done[-AHEAD].query():  # `work` may outlast copies
-                    done.append(self.copy(way))
+        copies, calls, start = [[self.copy(direction)] for direction in directions], 0, time.perf_counter()
+        while (took := time.perf_counter() - start) < PHASE or not all(ends[1].query() for ends in copies):
+            for direction, ends in zip(directions, copies, strict=True):
+                while len(ends) < AHEAD or ends[-AHEAD].query():  # `work` may outlast copies
+                    ends.append(self.copy(direction))
             work()
             calls += 1
-        copies = [[event for event in done if event.query()] for done in copies]
+        copies = [[event for event in ends if event.query()] for ends in copies]
         for stream in self.streams:
             stream.synchronize()
-        return calls / took, *(1e3 * self.nbytes * (len(done) - 1) / done[0].elapsed_time(done[-1]) for done in copies)
+        return calls / took, *(1e3 * self.nbytes * (len(ends) - 1) / ends[0].elapsed_time(ends[-1]) for ends in copies)
 
 
 def bus_rates(device: torch.device, update: Callable[[], object], n: int, nbytes: int) -> dict[str, float]:
@@ -67,7 +67,7 @@ def bus_rates(device: torch.device, update: Callable[[], object], n: int, nbytes
     bus, idle = _Bus(device, nbytes), lambda: time.sleep(1e-3)
     flow = bus.flow
     flow(idle, 0, 1)
-    (_, up), (_, down), (_, *both) = flow(idle, 0), flow(idle, 1), flow(idle, 0, 1)
+    (_, up), (_, down), (_, *together) = flow(idle, 0), flow(idle, 1), flow(idle, 0, 1)
     (alone,), (_, reading), (crowded, *copied) = flow(update), flow(update, 0), flow(update, 0, 1)
     bus.memory.close()
     lost = max(0.01, 1 - crowded / alone)  # share of the updates' time
@@ -75,7 +75,7 @@ def bus_rates(device: torch.device, update: Callable[[], object], n: int, nbytes
         "pin": LASTING * bus.pin,
         "h2d": up,
         "d2h": down,
-        "duplex": min(1.0, both[0] / up, both[1] / down),
+        "duplex": min(1.0, together[0] / up, together[1] / down),
         "adam": n * alone,
         "concurrent": 1.0,
         "reading": min(1.0, reading / up),
@@ -91,18 +91,18 @@ def several_rates(devices: Sequence[torch.device], ram: int) -> dict[str, float]
     nbytes = trial_sizes(ram // len(devices))[1]
     buses = [_Bus(device, nbytes) for device in devices]
 
-    def once(way: int) -> float:
+    def once(k: int) -> float:
         start = time.perf_counter()
         for _ in range(AHEAD):
             for bus in buses:
-                bus.copy(way)
+                bus.copy(k)
         for bus in buses:
-            bus.streams[way].synchronize()
+            bus.streams[k].synchronize()
         return time.perf_counter() - start
 
     moved = len(buses) * AHEAD * nbytes
     try:
-        rates = {name: moved / min(once(way) for _ in range(3)) for way, name in enumerate(("up_all", "down_all"))}
+        rates = {name: moved / min(once(k) for _ in range(3)) for k, name in enumerate(("up_all", "down_all"))}
     finally:
         for bus in buses:
             bus.memory.close()
@@ -114,17 +114,17 @@ def peer_rates(devices: Sequence[torch.device]) -> dict[str, float]:
 
     It is 0 if a GPU has no access to another's memory, or if a copy arrives wrong, as behind some IOMMUs.
     """
-    ways = list(zip(devices, [*devices[1:], devices[0]], strict=True))
+    pairs = list(zip(devices, [*devices[1:], devices[0]], strict=True))
     if not all(torch.cuda.can_device_access_peer(a, b) for a in devices for b in devices if a != b):
         return {"peer": 0.0}
     sources = [torch.randint(256, (COPY,), dtype=torch.uint8, device=a) for a in devices]
-    targets = [torch.zeros(COPY, dtype=torch.uint8, device=b) for _, b in ways]
+    targets = [torch.zeros(COPY, dtype=torch.uint8, device=b) for _, b in pairs]
     for source, target in zip(sources, targets, strict=True):
         target.copy_(source)
         if not torch.equal(target.cpu(), source.cpu()):
             return {"peer": 0.0}
 
-    streams = [(torch.cuda.Stream(a), torch.cuda.Stream(b)) for a, b in ways]  # torch orders a copy behind both
+    streams = [(torch.cuda.Stream(a), torch.cuda.Stream(b)) for a, b in pairs]  # torch orders a copy behind both
 
     def once() -> float:
         start = time.perf_counter()
@@ -132,8 +132,8 @@ def peer_rates(devices: Sequence[torch.device]) -> dict[str, float]:
             for source, target, (leaves, arrives) in zip(sources, targets, streams, strict=True):
                 with torch.cuda.stream(arrives), torch.cuda.stream(leaves):
                     target.copy_(source, non_blocking=True)
-        for both in streams:
-            for stream in both:
+        for pair in streams:
+            for stream in pair:
                 stream.synchronize()
         return time.perf_counter() - start
 

@@ -77,43 +77,43 @@ def drive_rates(folder: Path, seconds: float = 4.0, most: int = 4 << 30, patient
 
         def writing() -> float:
             nonlocal written
-            ((rate, moved),) = _flow(seconds, _Way(scratch.write, 0, nbytes))
+            ((rate, moved),) = _flow(seconds, _Stream(scratch.write, 0, nbytes))
             written = max(written, moved)
             return rate
 
         try:
             write = settled(writing, believed)
-            read = settled(lambda: _flow(seconds, _Way(scratch.read, 0, min(nbytes, written)))[0][0], believed)
+            read = settled(lambda: _flow(seconds, _Stream(scratch.read, 0, min(nbytes, written)))[0][0], believed)
             half = nbytes // 2
-            both = _flow(seconds, _Way(scratch.read, 0, half), _Way(scratch.write, half, nbytes))
+            together = _flow(seconds, _Stream(scratch.read, 0, half), _Stream(scratch.write, half, nbytes))
         finally:
             device.io.close()  # first: an error leaves requests in flight
             scratch.close()
-    return {"ssd_read": read, "ssd_write": write, "mixed": both[0][0] / read + both[1][0] / write}
+    return {"ssd_read": read, "ssd_write": write, "mixed": together[0][0] / read + together[1][0] / write}
 
 
-class _Way(NamedTuple):
+class _Stream(NamedTuple):
     """Requests of CHUNK bytes that go through the bytes [first, last) of a scratch file, again and again."""
 
     move: Callable[[int, memoryview], Future[None]]
     first: int
     last: int
 
-    def after(self, at: int) -> int:
-        return at + CHUNK if at + 2 * CHUNK <= self.last else self.first
+    def after(self, position: int) -> int:
+        return position + CHUNK if position + 2 * CHUNK <= self.last else self.first
 
 
-def _flow(seconds: float, *ways: _Way) -> list[tuple[float, int]]:
+def _flow(seconds: float, *streams: _Stream) -> list[tuple[float, int]]:
     """Runs the requests of all ways at once for `seconds`; returns (bytes/s, bytes moved) of each."""
-    at, moved = [way.first for way in ways], [0] * len(ways)
+    positions, moved = [stream.first for stream in streams], [0] * len(streams)
     flying: deque[tuple[int, memoryview, Future[None]]] = deque()
     start = time.perf_counter()
 
     def go(k: int, buffer: memoryview) -> None:
-        flying.append((k, buffer, ways[k].move(at[k], buffer)))
-        at[k] = ways[k].after(at[k])
+        flying.append((k, buffer, streams[k].move(positions[k], buffer)))
+        positions[k] = streams[k].after(positions[k])
 
-    for k in list(range(len(ways))) * DEPTH:
+    for k in list(range(len(streams))) * DEPTH:
         go(k, arena(CHUNK))
     while flying:
         k, buffer, future = flying.popleft()

@@ -37,8 +37,8 @@ def block_seconds(device: torch.device) -> float:
     cfg = BLOCK
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     layout = pack(shapes.weight_groups(cfg, 1), "BF16" if dtype == torch.bfloat16 else "F32")
-    made = (views(layout, torch.zeros(layout.span, dtype=torch.uint8, device=device)) for _ in range(2))
-    w, g = model.weights(cfg, 1, next(made)), model.gradients(cfg, 1, next(made))
+    buffers = (views(layout, torch.zeros(layout.span, dtype=torch.uint8, device=device)) for _ in range(2))
+    w, g = model.weights(cfg, 1, next(buffers)), model.gradients(cfg, 1, next(buffers))
     rows = make_rows([64], rope_tables(cfg, 64, device), device)
     x, dy, out, dx = torch.ones(4, 64, cfg.width, dtype=dtype, device=device)
 
