@@ -574,13 +574,14 @@ def exchange(cfg, source, tier="ram", dtype="BF16", files=None, queues=None, **c
 def adapters(folder, targets, device, tier, in_place=False, **change):
     """What two steps with adapters give, and the bytes of the base."""
     cfg, source, stored = opened(folder, lambda cfg: adapted(cfg, Lora(2, 4.0, targets)))
-    files = None
+    files, dtype = None, change.get("dtype", "BF16")
     if in_place:
-        assert why_copied(cfg, "BF16", source, stored, [folder]) == ""
+        assert why_copied(cfg, dtype, source, stored, [folder]) == ""
         cut = dict(halves=change.get("halves", False), slices=change.get("slices", 1))
-        geo = geometry.geometry(replace(cfg, **cut), "BF16", 32)
+        geo = geometry.geometry(replace(cfg, **cut), dtype, 32)
         files = CheckpointBase(dict(enumerate(geo.stored_base)), source, stored, [device])
     e, x = exchange(cfg, source, tier, files=files, **change)
+    assert bool(e.placement.base_offset) == (tier == "ssd" and not in_place), "what is read in place is not copied"
     x.load()
     seen = train(e, batches(cfg, 2, 2, 24)), final_weights(e)
     e.queues.close()

@@ -253,9 +253,12 @@ FORMATS = {
 }  # fmt: skip
 
 
-def write_packed(folders, form):
-    """Fills two folders, in a Format and with the same in bf16; returns decoded matrices in fp32 by name."""
-    packed, plain = folders
+def write_packed(folder, name):
+    """Makes folder/packed, in a format of FORMATS, and folder/plain, the same in bf16; returns decoded matrices in fp32
+    by name.
+    """
+    form, packed, plain = FORMATS[name], folder / "packed", folder / "plain"
+    packed.mkdir(), plain.mkdir()
     if form.model_type == "kimi_k25":  # by the names of releases, which transformers does not write
         model, config = wrapped_oracle("kimi k2.5")
         state = spelled(model, model.bfloat16().state_dict())
@@ -283,6 +286,14 @@ def write_packed(folders, form):
     inner["quantization_config"] = form.said
     (packed / "config.json").write_text(json.dumps(config))
     return decoded
+
+
+def write_shards(folder, files):
+    """A checkpoint's tensors by file (name -> tensors by name), and the index of them."""
+    for file, tensors in files.items():
+        save_file(tensors, folder / file, {"format": "pt"})
+    weight_map = {name: file for file, tensors in files.items() for name in tensors}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
 
 
 def rewrite(folder, to, change=lambda state: None, **said):

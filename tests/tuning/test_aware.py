@@ -7,7 +7,7 @@ import pytest
 import torch
 from engines import JitterQueues, batches, exchange, final_weights, opened, train
 from kernel_checks import DEVICES
-from packed_files import FORMATS, write_packed
+from packed_files import FORMATS
 
 from trireme.engine.between import Reader
 from trireme.engine.tuning.adapters import save_adapter
@@ -40,22 +40,6 @@ PACKINGS = {
 SUMS = [(1, 1, 80, 64), (4, 1, 48, 96), (3, 2, 24, 64), (1, 1, 2064, 2112), (1, 2, 1040, 2112)]
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory):
-    """Name of FORMATS -> the folder with `packed` and `plain`."""
-    folders = {}
-
-    def make(form):
-        if form not in folders:
-            folder = folders[form] = tmp_path_factory.mktemp("form")
-            for name in ("packed", "plain"):
-                (folder / name).mkdir()
-            write_packed((folder / "packed", folder / "plain"), FORMATS[form])
-        return folders[form]
-
-    return make
-
-
 def engine(folder, targets, knows=True, tier="ram", dtype="F32", **change):
     """(an engine with adapters that begin at zero, its config)."""
     cfg, source, _ = opened(folder, lambda cfg: adapted(cfg, Lora(RANK, 8.0, targets)))
@@ -72,19 +56,19 @@ def trained(e, steps=3):
 @pytest.mark.grid("mxfp4")
 @pytest.mark.parametrize("form", FORMATS)
 def test_the_merged_model_has_the_loss_of_training(made, form, tmp_path):
-    folder, targets = made(form), FORMATS[form].targets if form != "gpt-oss" else ("experts",)
-    e, cfg = engine(folder / "packed", targets)
+    (folder, *_), targets = made(form), FORMATS[form].targets if form != "gpt-oss" else ("experts",)
+    e, cfg = engine(folder, targets)
     trained(e)
-    save_adapter(tmp_path / "adapter", cfg, Reader(e.placement), str(folder / "packed"))
+    save_adapter(tmp_path / "adapter", cfg, Reader(e.placement), str(folder))
     probe = batches(cfg, 1, 2, 24)
     ((loss, *_),) = train(e, probe)
-    plain, source = read_config(folder / "packed"), open_checkpoint(folder / "packed", cfg.packing)
+    plain, source = read_config(folder), open_checkpoint(folder, cfg.packing)
     merge_adapter(tmp_path / "adapter", plain, source, tmp_path / "same", say=lambda _: None, same=True)
     ((merged, *_),) = train(engine(tmp_path / "same", targets, knows=False)[0], probe)
     assert merged == pytest.approx(loss, rel=1e-3 if form in LESS_EQUAL else 2e-6)
     if form not in CODES:
         return
-    e, _ = engine(folder / "packed", targets, knows=False)
+    e, _ = engine(folder, targets, knows=False)
     trained(e)
     ((other, *_),) = train(e, probe)
     assert abs(other - loss) > 1e-4
@@ -93,7 +77,7 @@ def test_the_merged_model_has_the_loss_of_training(made, form, tmp_path):
 @pytest.mark.full
 @pytest.mark.parametrize("form", ["fp8, experts", "gpt-oss", "modelopt, experts", "int4, zeros"])
 def test_placement_changes_no_bit(made, form):
-    folder, targets = made(form) / "packed", FORMATS[form].targets
+    (folder, *_), targets = made(form), FORMATS[form].targets
     expected = trained(engine(folder, targets, dtype="BF16")[0], 2)
     ways = [("gpu", {}), ("ssd", dict(halves=True, queues=JitterQueues(1)))]
     if "experts" in targets:
@@ -106,7 +90,7 @@ def test_placement_changes_no_bit(made, form):
 
 @pytest.mark.parametrize("form", ["mxfp4", "gpt-oss"])
 def test_adapters_of_zero_change_no_bit_where_packed_numbers_are_exact(made, form):
-    folder, targets = made(form) / "packed", FORMATS[form].targets
+    (folder, *_), targets = made(form), FORMATS[form].targets
     first = [
         train(engine(folder, targets, knows)[0], batches(read_config(folder), 1, 2, 24)) for knows in (True, False)
     ]
@@ -189,7 +173,7 @@ def test_launches_round_to_the_same_bits(name, dtype, device):
 
 
 def test_what_it_does_not_go_with_is_refused(made):
-    folder = made("gpt-oss") / "packed"
+    folder, *_ = made("gpt-oss")
     for change, base in ((dict(fp8=True), None), ({}, "nf4")):
         cfg, *_ = opened(folder, lambda cfg: adapted(cfg, Lora(2, 8.0, ("experts",))))
         with pytest.raises(InputError, match="--merge-aware"):

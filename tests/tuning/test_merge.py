@@ -1,6 +1,5 @@
 """Merging: killed at any moment it can be done again, and nothing that is not finite comes of it."""
 
-import json
 import os
 import sys
 import traceback
@@ -11,6 +10,7 @@ import pytest
 import torch
 from adapters_of_peft import make, set_keys, tensors_of
 from engines import fork
+from packed_files import write_shards
 from runs import ended
 from safetensors.torch import load_file, save_file
 
@@ -115,10 +115,9 @@ def test_a_folder_with_files_and_a_file_are_refused(made):
 def test_a_base_that_changes_meanwhile_is_noticed(made, touched):
     """Also a file of which all is copied."""
     base, copied = made / "base", "model.layers.0.self_attn.rotary_emb.inv_freq"
-    where = dict.fromkeys(load_file(base / "model.safetensors"), "first.safetensors") | {copied: "other.safetensors"}
-    (base / "model.safetensors").rename(base / "first.safetensors")
-    save_file({copied: torch.ones(4)}, base / "other.safetensors", {"format": "pt"})
-    (base / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}))
+    first = load_file(base / "model.safetensors")
+    (base / "model.safetensors").unlink()
+    write_shards(base, {"first.safetensors": first, "other.safetensors": {copied: torch.ones(4)}})
 
     class Touched(type(open_source(base))):
         def values(self, *given):

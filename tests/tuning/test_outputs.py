@@ -9,8 +9,8 @@ import pytest
 import torch
 import transformers
 from engines import exchange, opened
-from packed_files import FORMATS, write_packed
-from safetensors.torch import load_file, save_file
+from packed_files import write_packed, write_shards
+from safetensors.torch import load_file
 from tiny import LLAMA, oracle
 
 from trireme.engine.tuning.chosen import chosen
@@ -48,13 +48,11 @@ def written(folder: Path, change=lambda cfg: cfg) -> Path:
 @pytest.mark.parametrize(("form", "trained"), [("fp8", True), ("modelopt", True), ("modelopt", False)])
 def test_files_about_a_packing_go_where_it_is_decoded(form, trained, tmp_path):
     """And config.json has the dtype of what is written."""
-    for name in ("in", "plain"):
-        (tmp_path / name).mkdir()
-    write_packed((tmp_path / "in", tmp_path / "plain"), FORMATS[form])
+    write_packed(tmp_path, form)
     for name in QUANTIZERS:
-        (tmp_path / "in" / name).write_text("{}")
-    set_config(tmp_path / "in", dtype="float16")
-    out = written(tmp_path / "in", lambda cfg: cfg if trained else chosen(cfg, (), ("*norm*",)))
+        (tmp_path / "packed" / name).write_text("{}")
+    set_config(tmp_path / "packed", dtype="float16")
+    out = written(tmp_path / "packed", lambda cfg: cfg if trained else chosen(cfg, (), ("*norm*",)))
     left = {name for name in QUANTIZERS if (out / name).exists()}
     assert left == (set() if trained else set(QUANTIZERS))
     config = json.loads((out / "config.json").read_text())
@@ -68,18 +66,15 @@ def test_files_about_a_packing_go_where_it_is_decoded(form, trained, tmp_path):
 
 def test_the_key_that_an_older_modelopt_has_not_written_is_named(tmp_path):
     """Put in as the message says, the checkpoint opens."""
-    for name in ("in", "plain"):
-        (tmp_path / name).mkdir()
-    write_packed((tmp_path / "in", tmp_path / "plain"), FORMATS["modelopt"])
-    (tmp_path / "in/hf_quant_config.json").write_text("{}")
-    config = json.loads((tmp_path / "in/config.json").read_text())
-    del config["quantization_config"]
-    (tmp_path / "in/config.json").write_text(json.dumps(config))
+    write_packed(tmp_path, "modelopt")
+    folder = tmp_path / "packed"
+    (folder / "hf_quant_config.json").write_text("{}")
+    set_config(folder, quantization_config=None)
     with pytest.raises((InputError, CheckpointError), match="hf_quant_config.json") as refused:
-        open_checkpoint(tmp_path / "in", read_config(tmp_path / "in").packing)
+        open_checkpoint(folder, read_config(folder).packing)
     key = re.search(r'Put "quantization_config": ({.*}) into', str(refused.value))[1]
-    set_config(tmp_path / "in", quantization_config=json.loads(key))
-    assert isinstance(open_checkpoint(tmp_path / "in", read_config(tmp_path / "in").packing), Packed)
+    set_config(folder, quantization_config=json.loads(key))
+    assert isinstance(open_checkpoint(folder, read_config(folder).packing), Packed)
 
 
 def test_code_that_config_names_is_copied_and_not_run(folder):
@@ -144,12 +139,10 @@ def test_a_tokenizer_that_is_a_link_is_copied_and_other_links_are_named(folder):
 def test_shards_keep_their_names(folder):
     state = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
-    names = {f"model-0000{i}-of-00002.safetensors": sorted(state)[i - 1 :: 2] for i in (1, 2)}
-    for file, mine in names.items():
-        save_file({name: state[name] for name in mine}, folder / file, {"format": "pt"})
-    weight_map = {name: file for file, mine in names.items() for name in mine}
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    names = sorted(state)
+    files = {f"model-0000{i}-of-00002.safetensors": {n: state[n] for n in names[i - 1 :: 2]} for i in (1, 2)}
+    write_shards(folder, files)
     out = written(folder)
-    assert {p.name for p in out.glob("*.safetensors")} == names.keys()
+    assert {p.name for p in out.glob("*.safetensors")} == files.keys()
     opener = transformers.AutoModelForCausalLM.from_pretrained(out, dtype=torch.bfloat16).state_dict()
     assert all(torch.equal(t, state[name]) for name, t in opener.items())

@@ -9,7 +9,7 @@ import torch
 import transformers
 from adapters_of_peft import loaded
 from engines import JitterQueues, adapters, batches, exchange, final_weights, gpu_plan, opened, train
-from packed_files import FORMATS, STATE, rewrite, write_packed
+from packed_files import FORMATS, STATE, rewrite, write_shards
 from runs import NARROW, losses, make_small, options, stopped
 from safetensors.torch import load_file, save_file
 from tiny import HYBRID, LLAMA, oracle
@@ -29,20 +29,6 @@ from trireme.storage.headers import CheckpointError
 
 pytestmark = pytest.mark.grid
 EVERY = pytest.mark.parametrize("form", FORMATS)
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory):
-    """format -> (a checkpoint in it, the same in bf16, decoded matrices in fp32)."""
-    folders = {}
-
-    def make(form):
-        if form not in folders:
-            packed, plain = (tmp_path_factory.mktemp(name) for name in ("packed", "bf16"))
-            folders[form] = packed, plain, write_packed((packed, plain), FORMATS[form])
-        return folders[form]
-
-    return make
 
 
 def pieces(source, name):
@@ -164,11 +150,8 @@ def test_shards_with_parts_in_two_files_are_written_in_bf16(made, tmp_path):
     folder, _, decoded = made("gpt-oss")
     state = load_file(folder / "model.safetensors")
     state["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.zeros(0).byte()  # where the next matrix begins
-    names = {f"model-{i}.safetensors": sorted(state)[i::2] for i in range(2)}
-    for file, mine in names.items():
-        save_file({name: state[name] for name in mine}, tmp_path / file, {"format": "pt"})
-    weight_map = {name: file for file, mine in names.items() for name in mine}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    names = sorted(state)
+    write_shards(tmp_path, {f"model-{i}.safetensors": {n: state[n] for n in names[i::2]} for i in range(2)})
     (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
     x = exchange(*opened(tmp_path)[:2])[1]
     x.load()

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from engines import adapters, batches, exchange, final_weights, opened, train
-from packed_files import FORMATS, write_packed
+from packed_files import write_packed
 from runs import losses, options, stopped
 from safetensors.torch import load_file, save_file
 from stores import flip
@@ -230,9 +230,7 @@ def test_what_is_not_of_it_is_refused(tmp_path):
 )
 def test_a_packed_checkpoint_is_quantized_as_what_it_decodes_to(tmp_path, form, base):
     """As one of DeepSeek's in fp8, of which MXFP4 takes half the memory."""
-    for name in ("packed", "plain"):
-        (tmp_path / name).mkdir()
-    write_packed((tmp_path / "packed", tmp_path / "plain"), FORMATS[form])
+    write_packed(tmp_path, form)
     parts = list[dict[str, bytes]]()
     for name in ("plain", "packed"):
         cfg, source, _ = opened(tmp_path / name, lambda cfg: adapted(cfg, Lora(2, 4.0, ("o_proj",))))
@@ -248,9 +246,7 @@ def test_a_packed_checkpoint_is_quantized_as_what_it_decodes_to(tmp_path, form, 
 
 @pytest.mark.full
 def test_a_run_on_a_packed_checkpoint_in_another_base_is_that_on_what_it_decodes_to(tmp_path):
-    for name in ("packed", "plain"):
-        (tmp_path / name).mkdir()
-    write_packed((tmp_path / "packed", tmp_path / "plain"), FORMATS["fp8"])
+    write_packed(tmp_path, "fp8")
     rows = tmp_path / "rows.jsonl"
     rows.write_text(
         "".join(json.dumps({"input_ids": [(7 * i + 3 * j) % 90 + 1 for j in range(30)]}) + "\n" for i in range(16))

@@ -47,9 +47,7 @@ def bytes_of(state):
 
 def packed(folder, form):
     """(a checkpoint in folder/packed, decoded matrices by name); the same in bf16 is in folder/plain."""
-    for name in ("packed", "plain"):
-        (folder / name).mkdir()
-    decoded = write_packed((folder / "packed", folder / "plain"), FORMATS[form])
+    decoded = write_packed(folder, form)
     return open_checkpoint(folder / "packed", read_config(folder / "packed").packing), decoded
 
 
