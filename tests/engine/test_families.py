@@ -40,35 +40,17 @@ PLACED = (
 )  # fmt: skip
 
 
-@pytest.mark.full
-@pytest.mark.parametrize(("case", "halves"), [(case, i % 2 == 0) for i, case in enumerate(PLACED)])
-def test_placement_never_changes_the_numbers(case, halves):
-    check_placement(config(case), halves)
+# Layers that are a mixer or an MLP, and those with attention and MLP of one input, are not divided. MLPs in tiles of 7
+# of 24 tokens have the same tiles in half blocks and whole ones, saved or not.
+TILED = [(case, False, rows) for case in ("nemotron 3 of all kinds, latents, groups", "gpt_neox") for rows in (7, 24)]
+TILED += [("llama biases", True, 7), ("gpt2", False, 7)]
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("rows", [7, 24])
-def test_layers_that_are_a_mixer_or_an_mlp(rows):
-    """They are not divided."""
-    check_placement(replace(config("nemotron 3 of all kinds, latents, groups"), mlp_rows=rows), halves=False)
-
-
-@pytest.mark.full
-def test_no_plan_changes_the_tiles_of_a_long_text():
-    """An MLP in tiles of 7 of 24 tokens: in half blocks and whole ones, saved or not, the same bits."""
-    check_placement(replace(config("llama biases"), mlp_rows=7), halves=True)
-    check_placement(replace(config("gpt2"), mlp_rows=7), halves=False)
-
-
-@pytest.mark.full
-def test_attention_and_mlp_of_one_input():
-    """They are no half blocks; whole ones may lie anywhere, their MLPs in tiles or not."""
-    for rows in (7, 24):
-        check_placement(replace(config("gpt_neox"), mlp_rows=rows), halves=False)
-
-
-def check_placement(cfg, halves):
-    units = []
+@pytest.mark.parametrize(("case", "halves", "rows"), [*((c, i % 2 == 0, 0) for i, c in enumerate(PLACED)), *TILED])
+def test_placement_never_changes_the_numbers(case, halves, rows):
+    cfg, units = config(case), []
+    cfg = replace(cfg, mlp_rows=rows or cfg.mlp_rows)
     plan = gpu_plan(cfg, halves=halves, dtype="BF16", window=1)
     cut = plan.cut(cfg)
     for u in range(cut.n_units):

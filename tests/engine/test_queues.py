@@ -10,7 +10,7 @@ import pytest
 import torch
 from engines import LLAMA, batches, fork, gpu_plan, lent, make, relayed, train
 
-from trireme.engine.build import ahead, in_ram, inputs_on, placed
+from trireme.engine.build import ahead, inputs_on
 from trireme.engine.plan import UnitPlan
 from trireme.engine.queues.names import PEERS, QUEUES, STREAMED, TITLES, kind_of, queues_of
 from trireme.engine.queues.real import RealQueues
@@ -193,18 +193,6 @@ def test_the_following_value_is_made_once_by_another_thread():
     assert threading.current_thread() not in {thread for _, thread in made}
     with pytest.raises(ZeroDivisionError):
         next(values)
-
-
-def test_inputs_by_way_of_ram_are_the_micro_batch():
-    ((micro_batch, *_), *_) = batches(LLAMA, 1, 2, 24)
-    found = placed(in_ram(LLAMA, micro_batch), [(rope_tables(LLAMA, 24, "cpu"), "cpu")])
-    packed, labels = found.on(0), torch.from_numpy(micro_batch.labels)
-    assert packed.ids.tolist() == list(micro_batch.ids)
-    assert packed.labels.tolist() == list(micro_batch.labels)
-    assert packed.loss_rows.tolist() == torch.nonzero(labels >= 0)[:, 0].tolist()
-    assert {t.dtype for t in packed[:3]} == {torch.int64}
-    assert (found.tokens, found.trained) == (24, len(packed.loss_rows))
-    assert packed.rows.docs.lengths == tuple(micro_batch.lengths)
 
 
 # ---------------------------------------------------------------- the watchdog
