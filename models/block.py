@@ -59,11 +59,11 @@ def weights(read: Reader) -> LayerWeights:
     return LayerWeights(mixers, mlps, post, read.get(layer.mlp_names.scalar))
 
 
-def of_slice(w: LayerWeights, layer: Layer, part: range) -> LayerWeights:
+def slice_weights(w: LayerWeights, layer: Layer, part: range) -> LayerWeights:
     """`w` whose matrices of experts are those of a slice alone."""
     assert layer.experts is not None
-    of = Slice(part.start, part.stop, layer.experts.count)
-    named = lambda mlp_: mlp_._replace(part=of) if isinstance(mlp_, experts.ExpertWeights) else mlp_
+    slice_ = Slice(part.start, part.stop, layer.experts.count)
+    named = lambda mlp_: mlp_._replace(part=slice_) if isinstance(mlp_, experts.ExpertWeights) else mlp_
     return w._replace(mlps=tuple(map(named, w.mlps)))
 
 
@@ -77,7 +77,7 @@ def forward(
         attend = mixing[i] if mixing else None
         _module(mixer).forward(p, mixer, x, resid, x if i == 0 else resid, attend)
     for tile in _tiles(p, w, x if p.layer.parallel else resid, passed) if w.mlps else ():
-        _feed(tile, tile.of(out), tile.of(out if p.layer.parallel else resid))
+        _feed(tile, tile.view(out), tile.view(out if p.layer.parallel else resid))
     if w.scalar is not None:
         out.mul_(w.scalar)
 
@@ -131,24 +131,24 @@ class Tile(NamedTuple):
     p: Pass
     w: LayerWeights
     x: Tensor  # (n, D)
-    whole: Tensor  # (N, D), of which x is a part
+    full_x: Tensor  # (N, D), of which x is a part
     passed: tuple[experts.Passed, ...]  # of slices of experts
     rows: slice
 
-    def of(self, t: Tensor) -> Tensor:
+    def view(self, t: Tensor) -> Tensor:
         """The part of t (N, D): the same object where t is the input, or where the tile is all of it."""
-        return self.x if t is self.whole else t if self.x is self.whole else t[self.rows]
+        return self.x if t is self.full_x else t if self.x is self.full_x else t[self.rows]
 
 
 def _tiles(p: Pass, w: LayerWeights, x: Tensor, passed: experts.Passed | None) -> Iterator[Tile]:
     """The input of MLPs, of long texts in tiles of cfg.mlp_rows tokens."""
-    most = p.cfg.mlp_rows
-    if len(x) <= most:
+    limit = p.cfg.mlp_rows
+    if len(x) <= limit:
         yield Tile(p, w, x, x, (passed,) if passed else (), slice(None))
         return
     rows_of = {name: shape[0] for name, (shape, _) in saved_of(p.cfg, p.layer.feeding, 1).items() if name in p.saved}
-    for first in range(0, len(x), most):
-        rows = slice(first, min(first + most, len(x)))
+    for first in range(0, len(x), limit):
+        rows = slice(first, min(first + limit, len(x)))
         saved = {name: p.saved[name][k * rows.start : k * rows.stop] for name, k in rows_of.items()}
         part = ({name: t[rows] for name, t in passed.items()},) if passed else ()
         yield Tile(p._replace(saved=saved), dropping(w, p.rows.dropout, first), x[rows], x, part, rows)
@@ -168,11 +168,11 @@ def _feed(t: Tile, out: Tensor, onto: Tensor) -> None:
 def _sum_(t: Tile, total_: Tensor) -> Tensor:
     """Adds what each of several MLPs makes of a tile."""
     for i, mlp_ in enumerate(t.w.mlps):
-        _module(mlp_).forward(_own_pass(t.p, i), mlp_, t.x, total_, total_)
+        _module(mlp_).forward(_mlp_pass(t.p, i), mlp_, t.x, total_, total_)
     return total_
 
 
-def _own_pass(p: Pass, i: int) -> Pass:
+def _mlp_pass(p: Pass, i: int) -> Pass:
     """The pass of one of several MLPs, of which the first alone has saved tensors."""
     return p._replace(saved={name: t for name, t in p.saved.items() if i == 0 and name != "mlp_branch"})
 
@@ -190,7 +190,7 @@ def _mlps_backward(
     tiled = len(x) > p.cfg.mlp_rows
     dx = torch.empty_like(x) if tiled and dx is None else dx
     for t in _tiles(p, w, x, passed):
-        d = _feed_backward(t, g, t.of(dy), None if dx is None else t.of(dx))
+        d = _feed_backward(t, g, t.view(dy), None if dx is None else t.view(dx))
     return dx if tiled and dx is not None else d
 
 
@@ -201,10 +201,10 @@ def _feed_backward(t: Tile, g: LayerWeights, dy: Tensor, dx: Tensor | None) -> T
         return d
     total = t.p.saved.get("mlp_branch")
     if total is None:  # experts have counted their loads in forward
-        again = t._replace(p=t.p._replace(rows=t.p.rows._replace(load=None)))
-        total = _sum_(again, torch.zeros_like(t.x))
+        tile = t._replace(p=t.p._replace(rows=t.p.rows._replace(load=None)))
+        total = _sum_(tile, torch.zeros_like(t.x))
     d_total, d = normed_backward(t.w.post, g.post, 1.0, dy, total), dy
     del total
     for i, (mlp_, grad) in enumerate(zip(t.w.mlps, g.mlps, strict=True)):
-        d = _module(mlp_).backward(_own_pass(t.p, i), mlp_, grad, t.x, d_total, d if i else dx, d)
+        d = _module(mlp_).backward(_mlp_pass(t.p, i), mlp_, grad, t.x, d_total, d if i else dx, d)
     return d

@@ -158,9 +158,9 @@ class ModelConfig:
         return len(self.layers)
 
     @cached_property
-    def whole(self) -> bool:
+    def indivisible(self) -> bool:
         """Whether blocks cannot be divided into two sub-layers."""
-        return any(layer.whole for layer in self.layers)
+        return any(layer.indivisible for layer in self.layers)
 
     @cached_property
     def units(self) -> tuple[tuple[int, Layer], ...]:
@@ -180,14 +180,14 @@ class ModelConfig:
             if unit.form in names:
                 continue
             scans = "scan " * (unit.attention is None and unit.scan is not None)
-            name = scans + "dense " * (mixed and unit.mlp is not None and unit.experts is None) + unit.what
-            number = sum(other.rstrip(" 0123456789") == name for other in names.values())
+            name = scans + "dense " * (mixed and unit.mlp is not None and unit.experts is None) + unit.role
+            number = sum(kind.rstrip(" 0123456789") == name for kind in names.values())
             names[unit.form] = f"{name} {number + 1}" if number else name
         return names
 
     def kind(self, name: str) -> Layer:
         """The form of that name."""
-        return next(form for form, other in self.kinds.items() if other == name)
+        return next(form for form, kind in self.kinds.items() if kind == name)
 
     @cached_property
     def attentions(self) -> tuple[Attention, ...]:
@@ -218,9 +218,9 @@ class ModelConfig:
         return any(spec.rope for spec in self.attentions)
 
 
-def renamed(cfg: ModelConfig, spelled: Callable[[MlpNames], MlpNames]) -> ModelConfig:
+def renamed(cfg: ModelConfig, rename: Callable[[MlpNames], MlpNames]) -> ModelConfig:
     """`cfg` with other names of MLPs in the layers that have experts."""
-    named = lambda layer: replace(layer, mlp_names=spelled(layer.mlp_names)) if layer.experts else layer
+    named = lambda layer: replace(layer, mlp_names=rename(layer.mlp_names)) if layer.experts else layer
     return replace(cfg, layers=tuple(map(named, cfg.layers)))
 
 
@@ -269,33 +269,33 @@ def read_raw(folder: str | Path, rope_factor: float | None = None) -> dict[str, 
     Raises InputError where config.json is missing, malformed or of an adapter.
     """
     path = Path(folder) / "config.json"
-    inside = Path(folder) / "adapter_config.json"
+    adapter = Path(folder) / "adapter_config.json"
     try:
         raw = parse_json(read_small(path, LARGEST, links=True), "file")
     except FileNotFoundError:
-        if inside.exists():
-            how = f"{folder} holds an adapter: give its base, and --adapter {folder}, or merge them"
-            raise InputError(f"{path} is missing. {how}.") from None
+        if adapter.exists():
+            advice = f"{folder} holds an adapter: give its base, and --adapter {folder}, or merge them"
+            raise InputError(f"{path} is missing. {advice}.") from None
         raise InputError(f"{path} is missing. Give the folder of a Hugging Face checkpoint.") from None
     except OSError as e:
         raise InputError(unreadable(path, e)) from None
     except ValueError as e:
         raise InputError(f"{path}: {e}. Download it again.") from None
-    if inside.exists():
-        raise InputError(f"{inside}: transformers adds this adapter to the model in its folder. Move it elsewhere.")
+    if adapter.exists():
+        raise InputError(f"{adapter}: transformers adds this adapter to the model in its folder. Move it elsewhere.")
     return extended(raw, rope_factor, str(path)) if rope_factor else raw
 
 
-def parse_config(raw: dict[str, Any], where: str = "config.json") -> ModelConfig:
-    """ModelConfig of a decoded config.json, which `where` names in errors. Raises InputError if it is not supported."""
-    cfg, labels = ModelConfig(**fields(raw, where)), labels_of(raw, where)
-    return scored(cfg, labels, where) if labels else cfg
+def parse_config(raw: dict[str, Any], source: str = "config.json") -> ModelConfig:
+    """ModelConfig of a decoded config.json, which `source` names in errors. Raises InputError if it is unsupported."""
+    cfg, labels = ModelConfig(**fields(raw, source)), labels_of(raw, source)
+    return scored(cfg, labels, source) if labels else cfg
 
 
-def scored(cfg: ModelConfig, labels: int, where: str) -> ModelConfig:
-    """`cfg` with a score head of `labels` rows, not tied, without factors of logits. Raises InputError with `where`."""
-    if why := why_none(cfg.model_type, cfg.wrapper):
-        raise InputError(f"{where}: {why}, so a score head on it could not be opened elsewhere. Take another model.")
+def scored(cfg: ModelConfig, labels: int, source: str) -> ModelConfig:
+    """`cfg` with a score head of `labels` rows, untied, without factors of logits. Raises InputError with `source`."""
+    if cause := why_none(cfg.model_type, cfg.wrapper):
+        raise InputError(f"{source}: {cause}, so a score head on it could not be opened elsewhere. Take another model.")
     return replace(cfg, scores=labels, tied=False, logit_scale=1.0, logit_cap=0.0)
 
 

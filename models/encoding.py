@@ -46,9 +46,9 @@ def encoded(packing: Packing, x: Tensor, extent: Tensor) -> tuple[Tensor, ...]:
     return {"nf4": _nf4, "fp4": _fp4, "e2m1": _e2m1, "e4m3": _e4m3, "int4": _int4}[packing.code](packing, x, extent)
 
 
-def divided(x: Tensor, by: float) -> Tensor:
+def divided(x: Tensor, divisor: float) -> Tensor:
     """x / by as on a CPU: on a GPU torch multiplies by the reciprocal of a number, which may be a bit off."""
-    return x / x.new_full((), by)
+    return x / x.new_full((), divisor)
 
 
 def arrays(parts: Iterable[Tensor]) -> tuple[np.ndarray, ...]:
@@ -64,10 +64,10 @@ def _middles(device: torch.device) -> Tensor:
 
 def _nf4(packing: Packing, x: Tensor, extent: Tensor) -> tuple[Tensor, ...]:  # noqa: ARG001
     groups = pad(x.flatten(1), (0, -x[0].numel() % GROUP)).view(len(x), -1, GROUP)
-    most = groups.abs().amax(2, keepdim=True)
-    codes = torch.bucketize(groups * (1 / most).nan_to_num(), _middles(x.device))
+    amax = groups.abs().amax(2, keepdim=True)
+    codes = torch.bucketize(groups * (1 / amax).nan_to_num(), _middles(x.device))
     pairs = codes.flatten(1)[:, : x[0].numel()].to(torch.uint8).view(-1, 2)
-    return pairs[:, 0] << 4 | pairs[:, 1], most
+    return pairs[:, 0] << 4 | pairs[:, 1], amax
 
 
 def _e2m1(packing: Packing, x: Tensor, extent: Tensor) -> tuple[Tensor, ...]:  # noqa: ARG001
@@ -78,13 +78,13 @@ def _fp4(packing: Packing, x: Tensor, extent: Tensor) -> tuple[Tensor, ...]:
     if len(packing.parts) == 2:
         return _mxfp4(x, packing.block[1])
     groups = x.unflatten(2, (-1, packing.block[1]))  # (M, R, G, group)
-    of_all = nvfp4_factor(extent).view(-1, 1, 1, 1)
-    scales = divided(groups.abs().amax(3, keepdim=True), LARGEST_E2M1) * of_all
+    factor = nvfp4_factor(extent).view(-1, 1, 1, 1)
+    scales = divided(groups.abs().amax(3, keepdim=True), LARGEST_E2M1) * factor
     scales = scales.clamp(max=LARGEST_CODE).to(torch.float8_e4m3fn)
-    wide = scales.float()
-    scales = wide.where(wide > 0, SMALLEST["F8_E4M3"]).to(scales.dtype)
-    codes = _in_e2m1(groups / (scales.float() / of_all))
-    return codes, scales, of_all if packing.divides else 1 / of_all
+    fp32 = scales.float()
+    scales = fp32.where(fp32 > 0, SMALLEST["F8_E4M3"]).to(scales.dtype)
+    codes = _in_e2m1(groups / (scales.float() / factor))
+    return codes, scales, factor if packing.divides else 1 / factor
 
 
 def nvfp4_factor(extent: Tensor) -> Tensor:
@@ -96,9 +96,9 @@ def nvfp4_factor(extent: Tensor) -> Tensor:
 def _mxfp4(x: Tensor, group: int) -> tuple[Tensor, ...]:
     """The exponent of a group's scale is that of its largest magnitude less that of 6, the largest number."""
     groups = x.unflatten(2, (-1, group))
-    most = groups.abs().amax(3, keepdim=True)
-    power = torch.where(most > 0, torch.frexp(most).exponent + (127 - 3), 0).clamp(0, 254)
-    scales = torch.where(most.isfinite(), power, 255).to(torch.uint8)  # 255: NaN
+    amax = groups.abs().amax(3, keepdim=True)
+    power = torch.where(amax > 0, torch.frexp(amax).exponent + (127 - 3), 0).clamp(0, 254)
+    scales = torch.where(amax.isfinite(), power, 255).to(torch.uint8)  # 255: NaN
     return _in_e2m1(groups * ((254 - power).int() << 23).view(torch.float32)), scales  # by bits: exact on a GPU, too
 
 
@@ -115,28 +115,28 @@ def _e4m3(packing: Packing, x: Tensor, extent: Tensor) -> tuple[Tensor, ...]:
     R, C = x.shape[1:]
     B, K = min(packing.block[0], R), min(packing.block[1], C)
     blocks = pad(x, (0, -C % K, 0, -R % B)).unflatten(2, (-1, K)).unflatten(1, (-1, B))  # (M, S, B, T, K)
-    most = blocks.abs().amax((2, 4), keepdim=True)
-    by, inverse, stored = e4m3_scales(packing, most, extent.view(-1, 1, 1, 1, 1))
-    scaled = blocks * by if inverse else blocks / by
+    amax = blocks.abs().amax((2, 4), keepdim=True)
+    factor, inverse, stored = e4m3_scales(packing, amax, extent.view(-1, 1, 1, 1, 1))
+    scaled = blocks * factor if inverse else blocks / factor
     codes = scaled.clamp(-LARGEST_CODE, LARGEST_CODE).to(torch.float8_e4m3fn).view(torch.uint8)
     return codes.flatten(3).flatten(1, 2)[:, :R, :C], stored
 
 
-def e4m3_scales(packing: Packing, most: Tensor, extent: Tensor) -> tuple[Tensor, bool, Tensor]:
+def e4m3_scales(packing: Packing, amax: Tensor, extent: Tensor) -> tuple[Tensor, bool, Tensor]:
     """(what the numbers of a block are divided by, or if True multiplied by, fp32; the scale that is stored), given the
     largest magnitude of each block and of each matrix.
     """
     dtype = packing.parts[1].dtypes[0]
     if packing.block[0] == WHOLE:
-        most = extent.where(extent > 0, most)
+        amax = extent.where(extent > 0, amax)
     if dtype in ("U8", "F8_E8M0"):
-        power = torch.ceil(torch.log2(divided(most, LARGEST_CODE).where(most > 0, 1.0))).clamp(min=-126)
+        power = torch.ceil(torch.log2(divided(amax, LARGEST_CODE).where(amax > 0, 1.0))).clamp(min=-126)
         return torch.exp2(power), False, (power + 127).to(torch.uint8)
     if packing.parts[1].stored == "_scale_inv" and dtype == "F32":  # transformers multiplies by the inverse
-        inverse = LARGEST_CODE / most
+        inverse = LARGEST_CODE / amax
         inverse = inverse.where(inverse.isfinite(), 1.0)  # also of numbers of which the inverse is none
         return inverse, True, 1 / inverse
-    stored = divided(most, LARGEST_CODE).where(most > 0, 1.0).to(DTYPE[dtype])
+    stored = divided(amax, LARGEST_CODE).where(amax > 0, 1.0).to(DTYPE[dtype])
     stored = stored.where(stored != 0, SMALLEST[dtype])
     return stored.float(), False, stored
 
@@ -145,11 +145,11 @@ def _int4(packing: Packing, x: Tensor, extent: Tensor) -> tuple[Tensor, ...]:  #
     dtype, zeros = packing.parts[1].dtypes[0], len(packing.parts) == 3
     groups = x.unflatten(2, (-1, min(packing.block[1], x.shape[2])))  # (M, R, G, group)
     low, high = groups.amin(3, keepdim=True).clamp(max=0), groups.amax(3, keepdim=True).clamp(min=0)
-    wide = divided(high - low, LEVELS) if zeros else divided(torch.maximum(-low, high), LEVELS / 2)
-    scales = wide.to(DTYPE[dtype])
+    steps = divided(high - low, LEVELS) if zeros else divided(torch.maximum(-low, high), LEVELS / 2)
+    scales = steps.to(DTYPE[dtype])
     scales = scales.where(scales != 0, SMALLEST[dtype])
-    least = -8 - low / wide.where(wide != 0, 1.0)
-    zero = least.clamp(-8, 7).round() if zeros else torch.zeros_like(low)
+    offset = -8 - low / steps.where(steps != 0, 1.0)
+    zero = offset.clamp(-8, 7).round() if zeros else torch.zeros_like(low)
     codes = ((groups / scales.float() + zero).round().clamp(-8, 7) + 8).flatten(2)
     parts = _in_words(codes.unflatten(2, (-1, 8))), scales
     if not zeros:

@@ -32,7 +32,7 @@ Units = Callable[[], Iterator[tuple[int, Any]]]
 Pick = Callable[[Tensor], list[int]]  # logits (B, V) fp32 -> a token of each
 
 
-def likeliest(logits: Tensor) -> list[int]:
+def greedy(logits: Tensor) -> list[int]:
     return logits.argmax(-1).tolist()
 
 
@@ -46,30 +46,30 @@ def generate(
     device: torch.device | str = "cpu",
     places: Sequence[torch.device] = (),
     dtype: torch.dtype = torch.float32,
-    enough: Callable[[], bool] = lambda: False,
-    pick: Pick = likeliest,
+    stop: Callable[[], bool] = lambda: False,
+    pick: Pick = greedy,
 ) -> list[list[int]]:
     """A continuation of each prompt: up to max_new tokens (of each, or of all) chosen by `pick`, ending with the first
     one that is in `eos`.
 
     `units()`, called once for each token, yields (u, model.weights) in order, in `dtype` on `device`, or with several
     devices on places[u], where the cache of its layer is, too. The weights of a unit must stay valid until the next is
-    yielded, those of a tied embedding until the end. `enough()`, asked after each token, ends generation for all.
+    yielded, those of a tied embedding until the end. `stop()`, asked after each token, ends generation for all.
     Raises InputError if a prompt leaves no learned position free.
     """
-    most = [max_new] * len(prompts) if isinstance(max_new, int) else max_new
+    limits = [max_new] * len(prompts) if isinstance(max_new, int) else max_new
     assert all(prompts)
-    assert all(n >= 1 for n in most)
+    assert all(n >= 1 for n in limits)
     if not prompts:
         return []
     lengths = [len(p) for p in prompts]
-    room = [_room(cfg, n, new) for n, new in zip(lengths, most, strict=True)]
+    room = [_room(cfg, n, new) for n, new in zip(lengths, limits, strict=True)]
     longest = max(n + new for n, new in zip(lengths, room, strict=True))
     places = places or [torch.device(device)] * cfg.n_units
     tables = {place: _tables(cfg, longest, place) for place in dict.fromkeys(places)}
     cache = _Cache(cfg, len(prompts), longest, places, dtype)
     new: list[list[int]] = [[] for _ in prompts]
-    done = lambda i: len(new[i]) == room[i] or bool(new[i]) and new[i][-1] in eos
+    finished = lambda i: len(new[i]) == room[i] or bool(new[i]) and new[i][-1] in eos
 
     ids = [token for p in prompts for token in p]
     rows = {place: _with_angles(cfg, make_rows(lengths, tables[place], place), lengths, longest) for place in tables}
@@ -77,20 +77,20 @@ def generate(
     while True:
         logits = _logits(cfg, units, torch.tensor(ids, device=places[0]), rows, cache)
         for i, token in enumerate(pick(logits)):
-            if not done(i):
+            if not finished(i):
                 new[i].append(token)
-        if enough() or all(done(i) for i in range(len(new))):
+        if stop() or all(finished(i) for i in range(len(new))):
             return new
-        now = [n + len(tokens) for n, tokens in zip(lengths, new, strict=True)]
-        if any(now[i] == _switch(cfg, longest) + 1 and not done(i) for i in range(len(new))):
+        ends = [n + len(tokens) for n, tokens in zip(lengths, new, strict=True)]
+        if any(ends[i] == _switch(cfg, longest) + 1 and not finished(i) for i in range(len(new))):
             ids = [token for prompt, tokens in zip(prompts, new, strict=True) for token in (*prompt, *tokens)]
-            rows = {place: _with_angles(cfg, make_rows(now, tables[place], place), now, longest) for place in tables}
+            rows = {place: _with_angles(cfg, make_rows(ends, tables[place], place), ends, longest) for place in tables}
             continue  # keys in the cache are rotated by the short factors
         # finished prompts repeat their last token in place: the batch keeps its shape
         ids = [tokens[-1] for tokens in new]
         for place, last in single.items():
-            positions = torch.tensor(now, dtype=torch.int32, device=place) - 1
-            rows[place] = _with_angles(cfg, last._replace(docs=last.docs._replace(positions=positions)), now, longest)
+            positions = torch.tensor(ends, dtype=torch.int32, device=place) - 1
+            rows[place] = _with_angles(cfg, last._replace(docs=last.docs._replace(positions=positions)), ends, longest)
 
 
 def _switch(cfg: ModelConfig, longest: int) -> int:
@@ -109,8 +109,8 @@ def _tables(cfg: ModelConfig, longest: int, place: torch.device) -> Tables:
         return tables
     joined = lambda a, b: Table(torch.cat([a.cos, b.cos]), torch.cat([a.sin, b.sin]), b.pairs)
     short = {rope: rotation.key for rope, rotation in rope_tables(cfg, switch, place).items()}
-    both = {rope: joined(short[rope], rotation.key) for rope, rotation in tables.items()}
-    return {rope: Rotation(table, table) for rope, table in both.items()}
+    merged = {rope: joined(short[rope], rotation.key) for rope, rotation in tables.items()}
+    return {rope: Rotation(table, table) for rope, table in merged.items()}
 
 
 def _with_angles(cfg: ModelConfig, rows: Rows, lengths: Sequence[int], longest: int) -> Rows:
@@ -137,12 +137,12 @@ def needs(cfg: ModelConfig, n_prompts: int, length: int, max_new: int, itemsize:
         cache += n_prompts * (state * (layers + 2) + layers * itemsize * (spec.taps - 1) * spec.channels)
     kinds = {shapes.kind(cfg, u): u for u in range(1, cfg.n_units - 1)}
     blocks = [temporaries(cfg, u, tokens, itemsize) for u in kinds.values()]
-    whole = 2 * tokens * cfg.width * itemsize + max(blocks)  # a block's input and output
-    whole += sum(4 * prod(shape) for shape, _ in shapes.passed_shapes(cfg, tokens).values()) * (cfg.slices > 1)
+    prefill = 2 * tokens * cfg.width * itemsize + max(blocks)  # a block's input and output
+    prefill += sum(4 * prod(shape) for shape, _ in shapes.passed_shapes(cfg, tokens).values()) * (cfg.slices > 1)
     heads = max((a.q_width + a.out_width for a in attentions), default=0)
-    single = positions * heads * (itemsize + 4)  # a layer's cache by head, and in fp32
+    decode = positions * heads * (itemsize + 4)  # a layer's cache by head, and in fp32
     tables = 16 * (length + max_new) * max((a.dim for a in attentions), default=0)
-    return cache + max(whole, single) + tables + 12 * n_prompts * cfg.vocab  # logits, copied
+    return cache + max(prefill, decode) + tables + 12 * n_prompts * cfg.vocab  # logits, copied
 
 
 def _room(cfg: ModelConfig, length: int, max_new: int) -> int:
@@ -157,26 +157,26 @@ def _room(cfg: ModelConfig, length: int, max_new: int) -> int:
 def _logits(cfg: ModelConfig, units: Units, ids: Tensor, rows: Mapping[torch.device, Rows], cache: _Cache) -> Tensor:
     """The logits (B, V) fp32 after each document's last token."""
     x, out = (torch.empty((len(ids), cfg.width), dtype=cache.dtype, device=ids.device) for _ in range(2))
-    into = {place: cache.into(row.docs) for place, row in rows.items()}
+    slots = {place: cache.slots(row.docs) for place, row in rows.items()}
     passed: Passed | None = None
     for u, w in units():
-        at = cache.places[u]
-        if len(rows) > 1 and x.device != at:
-            x, out = x.cpu().to(at), torch.empty_like(out, device=at)  # a copy between GPUs may stall others
-        with torch.cuda.device(at) if len(rows) > 1 else nullcontext():
+        device = cache.places[u]
+        if len(rows) > 1 and x.device != device:
+            x, out = x.cpu().to(device), torch.empty_like(out, device=device)  # a copy between GPUs may stall others
+        with torch.cuda.device(device) if len(rows) > 1 else nullcontext():
             if u == 0:
                 embed = w
-                head.embed_forward(w, ids, rows[at], x)
+                head.embed_forward(w, ids, rows[device], x)
             elif u < cfg.n_units - 1:
-                attend = cache.mixer(shapes.layer(cfg, u), into[at])
+                attend = cache.mixer(shapes.layer(cfg, u), slots[device])
                 part = w.part
                 if part is not None and passed is None:
                     shaped = shapes.passed_shapes(cfg, len(x))
-                    passed = {name: torch.empty(s, dtype=DTYPE[d], device=at) for name, (s, d) in shaped.items()}
-                model.forward(cfg, u, w, x, rows[at], {}, out, attend, passed)
+                    passed = {name: torch.empty(s, dtype=DTYPE[d], device=device) for name, (s, d) in shaped.items()}
+                model.forward(cfg, u, w, x, rows[device], {}, out, attend, passed)
                 x, out = (out, x) if part is None or part.last == part.of else (x, out)
             else:
-                last = x[rows[at].docs.cu_seqlens[1:].long() - 1]
+                last = x[rows[device].docs.cu_seqlens[1:].long() - 1]
                 y = head.final_norm(cfg, w, last)[0]
                 logits = ops.soft_cap(torch.mm(y, head.with_output(cfg, w, embed).matrix.T).float(), cfg.logit_cap)
     return logits
@@ -189,30 +189,30 @@ class _Cache:
         self, cfg: ModelConfig, n_prompts: int, positions: int, places: Sequence[torch.device], dtype: torch.dtype
     ):
         self.cfg, self.dtype, self.places, self.positions = cfg, dtype, places, positions
-        at = {shapes.layer(cfg, u): places[u] for u in range(cfg.n_units - 2, 0, -1)}  # a layer's first unit
+        devices = {shapes.layer(cfg, u): places[u] for u in range(cfg.n_units - 2, 0, -1)}  # a layer's first unit
         self.k, self.v, self.states = dict[int, Tensor](), dict[int, Tensor](), dict[int, _States]()
         for i, layer in enumerate(cfg.layers):
             if spec := layer.attention:  # zeros, not NaN: what is masked is multiplied by 0
                 rows = n_prompts, positions, spec.kv_heads
                 self.k[i], self.v[i] = (
-                    torch.zeros((*rows, d), dtype=dtype, device=at[i]) for d in (spec.dim, spec.value_dim)
+                    torch.zeros((*rows, d), dtype=dtype, device=devices[i]) for d in (spec.dim, spec.value_dim)
                 )
             if layer.scan:
-                self.states[i] = _States(layer.scan, n_prompts, at[i], dtype)
+                self.states[i] = _States(layer.scan, n_prompts, devices[i], dtype)
 
-    def into(self, docs: ops.Docs) -> Tensor:
+    def slots(self, docs: ops.Docs) -> Tensor:
         """(N,): rows of the tokens of a pass in a layer's cache, seen as (B * T, K, d); each prompt is a document."""
         prompt = torch.repeat_interleave(torch.tensor(docs.lengths)).to(docs.positions.device)
         return prompt * self.positions + docs.positions
 
-    def mixer(self, layer: int, place: Tensor) -> Mixing:
+    def mixer(self, layer: int, slots: Tensor) -> Mixing:
         """The functions that a layer's mixers call in place of those of training."""
         return tuple(
-            self.states[layer].recur if isinstance(spec, Scan) else self.attention(layer, place)
+            self.states[layer].recur if isinstance(spec, Scan) else self.attention(layer, slots)
             for spec in self.cfg.layers[layer].mixers
         )
 
-    def attention(self, layer: int, place: Tensor) -> Attend:
+    def attention(self, layer: int, slots: Tensor) -> Attend:
         """A function in place of ops.attention_fwd: first for packed prompts, then for one token each over the cache.
 
         As there is no backward, it returns the sums of the softmax only where sinks need them.
@@ -224,17 +224,17 @@ class _Cache:
         def attend(
             q: Tensor, k: Tensor, v: Tensor, docs: ops.Docs, scale: float, window: int, out: Tensor | None, cap: float
         ) -> tuple[Tensor, Tensor]:
-            k_all.flatten(0, 1)[place] = k
-            v_all.flatten(0, 1)[place] = v
+            k_all.flatten(0, 1)[slots] = k
+            v_all.flatten(0, 1)[slots] = v
             if len(q) > n_prompts:
                 return ops.attention_fwd(q, k, v, docs, scale, window, out, cap)
             distance = docs.positions[:, None] - torch.arange(length, device=q.device)
-            seen = (distance >= 0) & (distance < (window or length))
+            mask = (distance >= 0) & (distance < (window or length))
             if cap:
-                return _capped(q, k_all, v_all, seen, scale, cap), q.new_empty(0)
+                return _capped(q, k_all, v_all, mask, scale, cap), q.new_empty(0)
             query, keys, values = (t.transpose(1, 2) for t in (q[:, None], k_all, v_all))
-            y = scaled_dot_product_attention(query, keys, values, seen[:, None, None], scale=scale, enable_gqa=True)
-            return y.transpose(1, 2)[:, 0], _lse(q, k_all, seen, scale) if sinks else q.new_empty(0)
+            y = scaled_dot_product_attention(query, keys, values, mask[:, None, None], scale=scale, enable_gqa=True)
+            return y.transpose(1, 2)[:, 0], _lse(q, k_all, mask, scale) if sinks else q.new_empty(0)
 
         return attend
 
@@ -252,19 +252,19 @@ class _States:
             return self._next(w, parts)
         a = scan.inputs(w, parts, ops.conv_fwd(parts.channels, w.conv, w.conv_bias, rows.docs))
         out = ops.scan_fwd(a.q, a.k, a.v, a.g, a.beta, rows.docs, w.spec.delta, w.skip, None, self.memory)
-        seen, end = self.before.shape[1], 0
+        window, end = self.before.shape[1], 0
         for i, length in enumerate(rows.docs.lengths):
             end += length
-            n = min(seen, length)
-            self.before[i, seen - n :] = parts.channels[end - n : end]
+            n = min(window, length)
+            self.before[i, window - n :] = parts.channels[end - n : end]
         return out.flatten(1)
 
     def _next(self, w: scan.ScanWeights, parts: scan.ScanParts) -> Tensor:
         """The outputs for one token of each prompt, (B, H e)."""
-        seen = torch.cat([self.before, parts.channels[:, None]], 1)
-        self.before.copy_(seen[:, 1:])
-        summed = (seen.float() * w.conv.T.float()).sum(1)
-        raw = silu(summed if w.conv_bias is None else summed + w.conv_bias.float()).to(seen.dtype)
+        window = torch.cat([self.before, parts.channels[:, None]], 1)
+        self.before.copy_(window[:, 1:])
+        summed = (window.float() * w.conv.T.float()).sum(1)
+        raw = silu(summed if w.conv_bias is None else summed + w.conv_bias.float()).to(window.dtype)
         a = scan.inputs(w, parts, raw)
         q, k = (t.float().repeat_interleave(w.spec.heads // t.shape[1], 1) for t in (a.q, a.k))
         self.memory.mul_(a.g.exp()[..., None, None])
@@ -272,12 +272,12 @@ class _States:
         new = v - torch.einsum("bhde,bhd->bhe", self.memory, k) if w.spec.delta else v
         self.memory.add_(k[..., None] * (a.beta[..., None] * new)[:, :, None])
         y = torch.einsum("bhde,bhd->bhe", self.memory, q)
-        return (y if w.skip is None else y + w.skip.float()[:, None] * v).to(seen.dtype).flatten(1)
+        return (y if w.skip is None else y + w.skip.float()[:, None] * v).to(window.dtype).flatten(1)
 
 
-def _lse(q: Tensor, k: Tensor, seen: Tensor, scale: float) -> Tensor:
-    """Logarithms of the softmax's sums, (H, B) fp32, of q (B, H, d) over keys (B, T, K, d) where seen (B, T)."""
-    return torch.logsumexp(_scores(q, k, scale).masked_fill(~seen, float("-inf")), -1).flatten(0, 1)
+def _lse(q: Tensor, k: Tensor, mask: Tensor, scale: float) -> Tensor:
+    """Logarithms of the softmax's sums, (H, B) fp32, of q (B, H, d) over keys (B, T, K, d) where mask (B, T)."""
+    return torch.logsumexp(_scores(q, k, scale).masked_fill(~mask, float("-inf")), -1).flatten(0, 1)
 
 
 def _scores(q: Tensor, k: Tensor, scale: float) -> Tensor:
@@ -285,7 +285,7 @@ def _scores(q: Tensor, k: Tensor, scale: float) -> Tensor:
     return torch.einsum("bkgd,btkd->kgbt", q.unflatten(1, (k.shape[2], -1)).float(), k.float()) * scale
 
 
-def _capped(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float, cap: float) -> Tensor:
+def _capped(q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float, cap: float) -> Tensor:
     """Attention (B, H, d) with soft-capped scores, which torch's function does not have."""
-    scores = ops.soft_cap(_scores(q, k, scale), cap).masked_fill(~seen, float("-inf"))
+    scores = ops.soft_cap(_scores(q, k, scale), cap).masked_fill(~mask, float("-inf"))
     return torch.einsum("kgbt,btkd->bkgd", torch.softmax(scores, -1), v.float()).flatten(1, 2).to(q.dtype)

@@ -51,7 +51,7 @@ class Shares(NamedTuple):
 
     ids: Tensor  # (M, K) int32
     logps: Tensor  # (M, K) fp16
-    rest: Tensor  # (M,) fp32
+    tail: Tensor  # (M,) fp32
 
 
 class Targets(NamedTuple):
@@ -129,7 +129,7 @@ def final_norm(cfg: ModelConfig, w: HeadWeights, x: Tensor) -> tuple[Tensor, Sta
 
 
 def head_loss(
-    cfg: ModelConfig, w: HeadWeights, x: Tensor, of: Targets, scale: float, g: HeadWeights | None, dx: Tensor | None
+    cfg: ModelConfig, w: HeadWeights, x: Tensor, t: Targets, scale: float, g: HeadWeights | None, dx: Tensor | None
 ) -> Tensor:
     """Loss of each token, (N,) fp32; with g and dx also the gradients of scale * sum(factors * loss).
 
@@ -139,31 +139,31 @@ def head_loss(
     With a score head labels are classes, each at the one token of a document that is scored; losses are as in Scored.
     """
     if cfg.scores:
-        return _score_loss(w, x, of, scale, g, dx)
+        return _score_loss(w, x, t, scale, g, dx)
     y, stats = final_norm(cfg, w, x)
     out, taught = _trained_output(g), None
-    if of.shares is not None:
+    if t.shares is not None:
         assert cfg.teaching is not None
-        assert of.correct is None
-        taught = ops.Taught(*of.shares, cfg.teaching.weight, cfg.teaching.temperature)
-    hits = None if of.correct is None else torch.zeros_like(of.labels, dtype=torch.uint8)
+        assert t.correct is None
+        taught = ops.Taught(*t.shares, cfg.teaching.weight, cfg.teaching.temperature)
+    hits = None if t.correct is None else torch.zeros_like(t.labels, dtype=torch.uint8)
     losses = ops.linear_cross_entropy(
         y,
         w.matrix,
-        of.labels,
-        of.rows,
+        t.labels,
+        t.rows,
         scale,
         out,
         dx,
         chunk=rows_of_loss(cfg, len(x), 4 if out is None else out.itemsize),
         cap=cfg.logit_cap,
-        factors=of.factors,
+        factors=t.factors,
         smoothing=cfg.smoothing if dx is not None and taught is None else 0.0,
         hits_=hits,
         taught=taught,
     )
-    if of.correct is not None and hits is not None:
-        of.correct.add_((hits if of.factors is None else hits * of.factors).sum(dtype=torch.float64))
+    if t.correct is not None and hits is not None:
+        t.correct.add_((hits if t.factors is None else hits * t.factors).sum(dtype=torch.float64))
     if dx is not None:
         assert g is not None
         if cfg.logit_scale != 1.0:
@@ -177,18 +177,18 @@ def _trained_output(g: HeadWeights | None) -> Tensor | None:
     return None if g is None or g.output is None or not trained(g.output) else g.output
 
 
-def _of_labels(scores: Tensor, labels: Tensor) -> Scored:
+def _score_labels(scores: Tensor, labels: Tensor) -> Scored:
     """Losses of scores (M, S) fp32 and labels (M,) int64, which are zeros with one label."""
     if scores.shape[1] == 1:
         losses = -scores[:, 0]
         return Scored(losses, torch.full_like(scores, -1.0), torch.ones_like(losses, dtype=torch.bool))
-    logps, at = torch.log_softmax(scores, 1), labels[:, None]
-    slopes = logps.exp().scatter_add_(1, at, torch.full_like(logps[:, :1], -1.0))
-    return Scored(-logps.gather(1, at)[:, 0], slopes, scores.argmax(1) == labels)
+    logps, index = torch.log_softmax(scores, 1), labels[:, None]
+    slopes = logps.exp().scatter_add_(1, index, torch.full_like(logps[:, :1], -1.0))
+    return Scored(-logps.gather(1, index)[:, 0], slopes, scores.argmax(1) == labels)
 
 
 def _score_loss(
-    w: HeadWeights, x: Tensor, of: Targets, scale: float, g: HeadWeights | None, dx: Tensor | None
+    w: HeadWeights, x: Tensor, t: Targets, scale: float, g: HeadWeights | None, dx: Tensor | None
 ) -> Tensor:
     """head_loss with a score head: norm and scores of the M rows alone, the scores in fp32."""
     losses, matrix = torch.zeros(len(x), dtype=torch.float32, device=x.device), w.matrix.float()
@@ -196,28 +196,28 @@ def _score_loss(
     d_out = None if g_out is None else torch.zeros_like(matrix)
     if dx is not None:
         dx.zero_()
-    for rows in of.rows.split(SCORE_ROWS) if len(of.rows) else ():
-        some, by = x[rows], torch.ones_like(rows, dtype=torch.float32) if of.factors is None else of.factors[rows]
-        y, stats = norm(some, w.norm)
-        scored = _of_labels(y.float() @ matrix.T, of.labels[rows])
+    for rows in t.rows.split(SCORE_ROWS) if len(t.rows) else ():
+        x_rows, factors = x[rows], torch.ones_like(rows, dtype=torch.float32) if t.factors is None else t.factors[rows]
+        y, stats = norm(x_rows, w.norm)
+        scored = _score_labels(y.float() @ matrix.T, t.labels[rows])
         losses[rows] = scored.losses
-        if of.correct is not None:
-            of.correct.add_((scored.hits * by).sum(dtype=torch.float64))
+        if t.correct is not None:
+            t.correct.add_((scored.hits * factors).sum(dtype=torch.float64))
         if dx is not None:
             assert g is not None
-            slopes = scored.slopes * (scale * by)[:, None]
+            slopes = scored.slopes * (scale * factors)[:, None]
             if d_out is not None:
                 d_out.addmm_(slopes.T, y.float())
-            dx[rows] = norm_backward((slopes @ matrix).to(x.dtype), some, w.norm, stats, g.norm)
+            dx[rows] = norm_backward((slopes @ matrix).to(x.dtype), x_rows, w.norm, stats, g.norm)
     if d_out is not None and g_out is not None:
         g_out.add_(d_out)
     return losses
 
 
 def head_top(
-    cfg: ModelConfig, w: HeadWeights, x: Tensor, loss_rows: Tensor, k: int, below: int
+    cfg: ModelConfig, w: HeadWeights, x: Tensor, loss_rows: Tensor, k: int, limit: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The k most likely tokens, among ids less than `below`, after each of the M rows of x (N, D) in loss_rows.
+    """The k most likely tokens, among ids less than `limit`, after each of the M rows of x (N, D) in loss_rows.
 
     (ids (M, k) int64, log-probabilities (M, k) fp32, the logarithm of the probability of all other tokens (M,) fp32).
     Logits exist for TOP_CHUNK rows at a time.
@@ -227,8 +227,8 @@ def head_top(
     for part in loss_rows.split(TOP_CHUNK):
         logits = ops.soft_cap((y[part] @ w.matrix.T).float(), cfg.logit_cap)
         lse = torch.logsumexp(logits, -1, keepdim=True)
-        top, ids = logits[:, :below].topk(k, dim=-1)
-        rest = torch.logsumexp(logits.scatter_(1, ids, float("-inf")), -1, keepdim=True) - lse
-        chunks.append((ids, top - lse, rest[:, 0]))
-    ids, logps, rests = (torch.cat(parts) for parts in zip(*chunks, strict=True))
-    return ids, logps, rests
+        top, ids = logits[:, :limit].topk(k, dim=-1)
+        tail = torch.logsumexp(logits.scatter_(1, ids, float("-inf")), -1, keepdim=True) - lse
+        chunks.append((ids, top - lse, tail[:, 0]))
+    ids, logps, tails = (torch.cat(parts) for parts in zip(*chunks, strict=True))
+    return ids, logps, tails

@@ -21,15 +21,15 @@ _IN_ONE = ".experts.gate_up_proj", ".experts.up_proj"  # ends of names of all ex
 WRAPPERS = ("_fsdp_wrapped_module.", "_checkpoint_wrapped_module.", "_orig_mod.", "module.")
 
 
-def as_found(cfg: ModelConfig, stored: Mapping[str, Shape]) -> ModelConfig:
+def as_stored(cfg: ModelConfig, stored: Mapping[str, Shape]) -> ModelConfig:
     """`cfg` with experts and convolutions stored as in `stored` (name -> shape): files have them in several ways."""
     if cfg.scan and cfg.names.mixer.convs:
         parts = _convs(cfg, stored)
         split = lambda m: replace(m, parts=parts) if isinstance(m, Scan) else m
         cfg = replace(cfg, layers=tuple(replace(layer, mixers=tuple(map(split, layer.mixers))) for layer in cfg.layers))
-    one = cfg.family.names.mixer.mixed_in_one
-    if one and any(name.endswith(f".{one}.weight") for name in stored):
-        fused = lambda layer: replace(layer, mixer_names=replace(layer.mixer_names, mixed=(one,)))
+    mixed = cfg.family.names.mixer.mixed_in_one
+    if mixed and any(name.endswith(f".{mixed}.weight") for name in stored):
+        fused = lambda layer: replace(layer, mixer_names=replace(layer.mixer_names, mixed=(mixed,)))
         cfg = replace(cfg, layers=tuple(map(fused, cfg.layers)))
     spec, names = cfg.experts, cfg.names.mlp
     if spec is None:
@@ -42,9 +42,9 @@ def as_found(cfg: ModelConfig, stored: Mapping[str, Shape]) -> ModelConfig:
     if not names.either:
         return cfg
     out_in = {"gate_up_proj": (spec.count, 2 * spec.width, cfg.width), "down_proj": (spec.count, cfg.width, spec.width)}
-    seen = {name.rpartition(".")[2]: tuple(shape) for name, shape in stored.items() if f".{names.experts}." in name}
+    shapes = {name.rpartition(".")[2]: tuple(shape) for name, shape in stored.items() if f".{names.experts}." in name}
     square = {name for name, (_, rows, columns) in out_in.items() if rows == columns}
-    if all(seen.get(name) == shape for name, shape in out_in.items() if name not in square):
+    if all(shapes.get(name) == shape for name, shape in out_in.items() if name not in square):
         return renamed(cfg, in_one)
     return cfg
 
@@ -78,10 +78,10 @@ def canonical_names(
     experts = cfg.experts.count if cfg.experts and cfg.names.mlp.single else 1
     mixed = sum(layer.experts is not None for layer in cfg.layers)
     if mixed * experts + cfg.n_layers - mixed > len(stored):  # before work that grows with layers
-        of = f" of {experts:,} experts" if cfg.experts else ""
+        detail = f" of {experts:,} experts" if cfg.experts else ""
         raise InputError(
-            f"{named('the checkpoint')} has {len(stored)} tensors, config.json calls for {cfg.n_layers:,} layers{of}. "
-            "The weights and config.json are not of the same model, or it was not downloaded to the end."
+            f"{named('the checkpoint')} has {len(stored)} tensors, config.json calls for {cfg.n_layers:,} layers"
+            f"{detail}. The weights and config.json are not of the same model, or it was not downloaded to the end."
         )
     wanted = stored_tensors(cfg)
     names = {name: _canonical(cfg, name, wanted, named) for name in stored}
@@ -94,8 +94,8 @@ def canonical_names(
     present = set(names.values())
     missing = [name for name in wanted if name not in present and not (cfg.scores and name == output_name(cfg))]
     if missing:
-        others = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        lacks = f"{named('the checkpoint')} lacks {missing[0]}{others}"
+        suffix = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        lacks = f"{named('the checkpoint')} lacks {missing[0]}{suffix}"
         raise InputError(f"{lacks}, which config.json calls for. Download it again.")
     return names
 
@@ -162,10 +162,10 @@ def _in_full(cfg: ModelConfig, name: str) -> Iterator[str]:
     """The canonical names that a stored name may stand for."""
     yield name
     yield cfg.names.base + name
-    for there, here in cfg.names.files.also:
-        if there in name:
-            yield name.replace(there, here)
-            yield cfg.names.base + name.replace(there, here)
+    for stored, canonical in cfg.names.files.also:
+        if stored in name:
+            yield name.replace(stored, canonical)
+            yield cfg.names.base + name.replace(stored, canonical)
     yield cfg.names.stored(name)
     if cfg.outer and cfg.outer.flat and name.startswith("model."):  # as of a text model with a vision tower
         yield "model.language_model." + name.removeprefix("model.")

@@ -17,12 +17,12 @@ from trireme.models.families.rope import Rope
 from trireme.models.families.scans import Scan
 
 
-def hash_once(of: Any) -> int:
+def hash_once(record: Any) -> int:
     """The hash of a frozen dataclass, computed once: of what is a key of caches."""
-    known = vars(of)
-    if "_hash" not in known:
-        known["_hash"] = hash(tuple(getattr(of, field.name) for field in fields(of)))
-    return int(known["_hash"])
+    values = vars(record)
+    if "_hash" not in values:
+        values["_hash"] = hash(tuple(getattr(record, field.name) for field in fields(record)))
+    return int(values["_hash"])
 
 
 @dataclass(frozen=True)
@@ -148,12 +148,12 @@ class Layer:
         return self.own_post_eps or self.eps
 
     @property
-    def whole(self) -> bool:
+    def indivisible(self) -> bool:
         """Whether it cannot be divided into two sub-layers."""
         return self.parallel or not (self.mixers and self.mlps)
 
     @property
-    def what(self) -> Literal["block", "attention", "mlp"]:
+    def role(self) -> Literal["block", "attention", "mlp"]:
         """Its part of a block; "attention" is any mixer."""
         return "block" if self.mixers and self.mlps else "attention" if self.mixers else "mlp"
 

@@ -40,7 +40,7 @@ class Adapters(NamedTuple):
     def rank(self) -> int:
         return len(self.a) // len(self.b)
 
-    def each(self) -> tuple[Tensor, ...]:
+    def a_parts(self) -> tuple[Tensor, ...]:
         """The A of each part, (R, in)."""
         return self.a.split(self.rank)
 
@@ -50,17 +50,17 @@ def part_key(name: str) -> int:
     return crc32(name.encode()) >> 1
 
 
-def dropping(w: Any, dropout: Dropout | None, later: int = 0) -> Any:
+def dropping(w: Any, dropout: Dropout | None, offset: int = 0) -> Any:
     """Weights, a tree of named tuples, with this dropout in all their adapters.
 
-    `later` is added to its `first`: the row at which a tile of tokens begins.
+    `offset` is added to its `first`: the row at which a tile of tokens begins.
     """
     if dropout is None or not isinstance(w, tuple):
         return w
     if isinstance(w, Adapters):
-        return w._replace(dropout=dropout._replace(first=dropout.first + later))
-    made = (dropping(part, dropout, later) for part in w)
-    return type(w)(*made) if hasattr(w, "_fields") else tuple(made)
+        return w._replace(dropout=dropout._replace(first=dropout.first + offset))
+    parts = (dropping(part, dropout, offset) for part in w)
+    return type(w)(*parts) if hasattr(w, "_fields") else tuple(parts)
 
 
 def dropped(x: Tensor, w: Adapters, part: int, out: Tensor | None = None) -> Tensor:
@@ -72,7 +72,7 @@ def dropped(x: Tensor, w: Adapters, part: int, out: Tensor | None = None) -> Ten
 def down(x: Tensor, w: Adapters) -> tuple[Tensor, ...]:
     """x A^T of each part, K times (N, R), given x (N, in)."""
     if w.dropout is not None:
-        return tuple(torch.mm(dropped(x, w, i), a.T) for i, a in enumerate(w.each()))
+        return tuple(torch.mm(dropped(x, w, i), a.T) for i, a in enumerate(w.a_parts()))
     return torch.mm(x, w.a.T).split(w.rank, 1)
 
 
@@ -97,8 +97,8 @@ def add_backward_(dx_: Tensor, dh: Tensor, w: Adapters) -> None:
     if w.dropout is None:
         dx_.addmm_(dh, w.a)
         return
-    for i, (a, each) in enumerate(zip(w.each(), dh.split(w.rank, 1), strict=True)):
-        d = torch.mm(each, a)
+    for i, (a, dh_part) in enumerate(zip(w.a_parts(), dh.split(w.rank, 1), strict=True)):
+        d = torch.mm(dh_part, a)
         dx_.add_(dropped(d, w, i, d))
         del d
 

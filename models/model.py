@@ -81,8 +81,8 @@ def weights(cfg: ModelConfig, u: int, views: dict[str, Tensor], part: range | No
     if u == cfg.n_units - 1:
         return head.head_weights(cfg, views)
     i, layer = cfg.units[u - 1]
-    read = block.weights(Reader(cfg, layer, cfg.names.prefix(i), views))
-    return read if part is None else block.of_slice(read, layer, part)
+    w = block.weights(Reader(cfg, layer, cfg.names.prefix(i), views))
+    return w if part is None else block.slice_weights(w, layer, part)
 
 
 def make_codes(cfg: ModelConfig, u: int, views: dict[str, Tensor], out: dict[str, Tensor], backward: bool) -> None:
@@ -95,8 +95,8 @@ def make_codes(cfg: ModelConfig, u: int, views: dict[str, Tensor], out: dict[str
         assert cfg.packing is not None
         packing = cfg.packing.of(name)
         parts = [views[name + part.suffix] for part in packing.parts]
-        if cfg.lora is not None and cfg.lora.aware and (at := _adapters(cfg, name, views)):
-            decode_sum(packing, parts, *at[:2], cfg.lora.scale_of(name.removesuffix(".weight")), out[name], at[2])
+        if cfg.lora is not None and cfg.lora.aware and (lora := _adapters(cfg, name, views)):
+            decode_sum(packing, parts, *lora[:2], cfg.lora.scale_of(name.removesuffix(".weight")), out[name], lora[2])
         else:
             decode(packing, parts, out[name])
     rows, columns = backward or not cfg.names.in_out, backward or cfg.names.in_out  # orders that the pass reads

@@ -41,16 +41,16 @@ Stats = ops.NormStats
 
 
 def norm(
-    x: Tensor, w: Norm | None, copy: Tensor | None = None, most_: Tensor | None = None
+    x: Tensor, w: Norm | None, copy: Tensor | None = None, maxima_: Tensor | None = None
 ) -> tuple[Tensor, Stats | None]:
     """(normed x (N, D), statistics), or (x, None) without a norm. Copies x to `copy`, if given.
 
-    most_: ops.new_maxima, for quantizing the result.
+    maxima_: ops.new_maxima, for quantizing the result.
     """
     if w is None:
         return x, None
     copy = None if copy is None or copy is x else copy[:, None]
-    y, stats = ops.norm_fwd(x[:, None], w.weight, w.eps, w.kind, w.bias, None, copy, most_)
+    y, stats = ops.norm_fwd(x[:, None], w.weight, w.eps, w.kind, w.bias, None, copy, maxima_)
     return y[:, 0], stats
 
 
@@ -75,9 +75,9 @@ def norm_for(
     """
     if not layer.takes_codes or not (forward or backward):
         return norm(x, w, copy)
-    most = None if w is None else ops.new_maxima(x)
-    y, stats = norm(x, w, copy, most)
-    return ops.quantize(y, forward, backward, most=most), stats
+    maxima = None if w is None else ops.new_maxima(x)
+    y, stats = norm(x, w, copy, maxima)
+    return ops.quantize(y, forward, backward, most=maxima), stats
 
 
 def norm_backward(
@@ -95,8 +95,8 @@ def norm_backward(
     dx = torch.empty_like(x) if out is None else out
     dweight, dbias = (None if t is None else if_trained(t) for t in ((g.weight, g.bias) if g else (None, None)))
     rows = None if dresidual is None else dresidual[:, None]
-    into = dweight, dbias, None, None, rows
-    ops.norm_bwd(dy[:, None], x[:, None], w.weight, stats, w.kind, dx[:, None], *into)
+    gradients = dweight, dbias, None, None, rows
+    ops.norm_bwd(dy[:, None], x[:, None], w.weight, stats, w.kind, dx[:, None], *gradients)
     return dx
 
 

@@ -29,7 +29,7 @@ def decode(packing: Packing, parts: Sequence[Tensor], out: Tensor) -> Tensor:
     gpt-oss stores experts (out, in) and reads them (in, out): they are decoded in their own order, a view of `out`.
     """
     codes, scales = parts[:2]
-    more = parts[2] if len(parts) > 2 else None
+    third = parts[2] if len(parts) > 2 else None
     flat = lambda t, like: t.view(-1, *like.shape[-2:])
     if packing.code == "e2m1":
         ops.fp4_decode(codes.flatten(2), scales, None, in_file_order(out).mT)
@@ -38,14 +38,14 @@ def decode(packing: Packing, parts: Sequence[Tensor], out: Tensor) -> Tensor:
         n = prod(codes.shape[:-2])
         ops.nf4_decode(codes.view(n, -1), scales.view(n, -1), out.view(n, -1))
     elif packing.code == "fp4":
-        into = out.view(-1, codes.shape[-2], 2 * codes.shape[-1])
-        of_all = None if more is None else more.view(-1)
+        matrices = out.view(-1, codes.shape[-2], 2 * codes.shape[-1])
+        factor = None if third is None else third.view(-1)
         codes = codes.view(torch.uint8)
-        ops.fp4_decode(flat(codes, codes), flat(scales.view(torch.uint8), scales), of_all, into, packing.divides)
+        ops.fp4_decode(flat(codes, codes), flat(scales.view(torch.uint8), scales), factor, matrices, packing.divides)
     elif packing.code == "int4":
-        into = out.view(-1, codes.shape[-2], 8 * codes.shape[-1])
-        zeros = None if more is None else flat(more, more)
-        ops.int4_decode(flat(codes, codes), flat(scales, scales), zeros, into, packing.block[1])
+        matrices = out.view(-1, codes.shape[-2], 8 * codes.shape[-1])
+        zeros = None if third is None else flat(third, third)
+        ops.int4_decode(flat(codes, codes), flat(scales, scales), zeros, matrices, packing.block[1])
     else:
         ops.e4m3_decode(flat(codes.view(torch.uint8), codes), flat(scales, scales), flat(out, codes), packing.block)
     return out
@@ -56,7 +56,7 @@ def in_file_order(out: Tensor) -> Tensor:
     return out.view(out.shape[0], out.shape[2], out.shape[1]).mT
 
 
-def whole(packing: Packing | None, name: str, views: Mapping[str, Tensor]) -> Tensor:
+def matrix_view(packing: Packing | None, name: str, views: Mapping[str, Tensor]) -> Tensor:
     """A matrix, or those of experts; if its parts are among `views` it was decoded, and is as `decode` returned it."""
     decoded = packing is not None and packing.code == "e2m1" and name + packing.parts[0].suffix in views
     return in_file_order(views[name]) if decoded else views[name]
@@ -66,7 +66,7 @@ def decoded(
     packing: Packing, parts: Sequence[Stored], shape: tuple[int, ...], dtype: str, device: torch.device | str
 ) -> Tensor:
     """A matrix of this shape, decoded on a device in dtype F32 or BF16."""
-    tensors = [torch.from_numpy(raw).view(DTYPE.get(kind, torch.uint8)).view(own) for raw, kind, own in parts]
+    tensors = [torch.from_numpy(raw).view(DTYPE.get(kind, torch.uint8)).view(dims) for raw, kind, dims in parts]
     return decode(packing, [t.to(device) for t in tensors], torch.empty(shape, dtype=DTYPE[dtype], device=device))
 
 
@@ -78,20 +78,20 @@ def damage(packing: Packing, part: Part, values: np.ndarray) -> str:
         return "holds NaN" if e4m3 and ((values & 127) == 127).any() else ""
     if index == 2:
         return _damage_of_third(packing, values)
-    most = LARGEST[packing.code]
+    limit = LARGEST[packing.code]
     if values.dtype == np.uint8:
-        wrong = values.max(initial=0) > most + 127
+        wrong = values.max(initial=0) > limit + 127
     elif values.dtype == np.uint16:
-        wrong = (values & 0x7FFF).max(initial=0) > (most + 127) << 7
+        wrong = (values & 0x7FFF).max(initial=0) > (limit + 127) << 7
     else:
-        wrong = not (np.abs(values.astype(np.float32, copy=False)) <= 2.0**most).all()  # NaN is not
-    return f"scales by more than 2^{most}" if wrong else ""
+        wrong = not (np.abs(values.astype(np.float32, copy=False)) <= 2.0**limit).all()  # NaN is not
+    return f"scales by more than 2^{limit}" if wrong else ""
 
 
 def _damage_of_third(packing: Packing, values: np.ndarray) -> str:
     """As `damage`, of zero points, which may be any, or of the scale of the scales."""
     if packing.code == "int4":
         return ""
-    least, most = (2.0**-LARGEST_FACTOR, np.inf) if packing.divides else (0, 2.0**LARGEST_FACTOR)
-    right = (np.isfinite(values) & (least <= np.abs(values)) & (np.abs(values) <= most)).all()
+    low, high = (2.0**-LARGEST_FACTOR, np.inf) if packing.divides else (0, 2.0**LARGEST_FACTOR)
+    right = (np.isfinite(values) & (low <= np.abs(values)) & (np.abs(values) <= high)).all()
     return "" if right else f"scales by more than 2^{LARGEST_FACTOR}"

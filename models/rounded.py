@@ -30,45 +30,45 @@ def decode_sum(
     """As packed.decode, of one matrix or those of experts to which scale * adapters a (E, r, in), b (E, r, out) are
     added. `out_in`: whether `out` has a row for each output.
     """
-    into = result = out
+    target = result = out
     if packing.code == "e2m1":
         result, out_in = in_file_order(out), True
-        into, packing, parts = result.mT, replace(MX, block=packing.block), (parts[0].flatten(2), parts[1])
+        target, packing, parts = result.mT, replace(MX, block=packing.block), (parts[0].flatten(2), parts[1])
     by_row, by_column = (b, a) if out_in else (a, b)
     count, columns = prod(parts[0].shape[:-2]), by_column.shape[2]
-    shape = into.numel() // (count * columns), columns
-    parts = [part.view(count, *own) for part, own in zip(parts, packing.shapes(shape), strict=True)]
-    into, per_expert = into.view(count, *shape), count // len(a)
-    extent = into.new_zeros(count, dtype=torch.float32)
+    shape = target.numel() // (count * columns), columns
+    parts = [part.view(count, *dims) for part, dims in zip(parts, packing.shapes(shape), strict=True)]
+    target, per_expert = target.view(count, *shape), count // len(a)
+    extent = target.new_zeros(count, dtype=torch.float32)
     by_row, by_column = by_row.contiguous(), by_column.contiguous()
 
-    def read(at: Strip) -> tuple[Tensor, Adapters]:
+    def read(strip: Strip) -> tuple[Tensor, Adapters]:
         """(the matrices of an expert, or rows of one, in fp32; their adapters)."""
-        matrices, rows = at
-        x = torch.empty(into[at].shape, dtype=torch.float32, device=into.device)
-        decode(packing, _pieces(packing, parts, shape, at), x)
+        matrices, rows = strip
+        x = torch.empty(target[strip].shape, dtype=torch.float32, device=target.device)
+        decode(packing, _pieces(packing, parts, shape, strip), x)
         e, m = divmod(matrices.start, per_expert)
         return x, Adapters(by_row[e:, :, m * shape[0] + rows.start :], by_column[e:], scale, per_expert, shape[0])
 
-    if packing.exact and into.device.type != "cpu":  # `into` holds the decoded numbers: all are rounded in place
-        decode(packing, parts, into)
-        if launched(packing, into, Adapters(by_row, by_column, scale, per_expert, shape[0]), extent, into):
+    if packing.exact and target.device.type != "cpu":  # `target` holds the decoded numbers: all are rounded in place
+        decode(packing, parts, target)
+        if try_launch(packing, target, Adapters(by_row, by_column, scale, per_expert, shape[0]), extent, target):
             return result
     strips = list(_strips(packing, len(a), per_expert, shape))
-    for at in strips if needs_extent(packing) else ():
-        x, adapters = read(at)
+    for strip in strips if needs_extent(packing) else ():
+        x, adapters = read(strip)
         adapters.add_to(x)
-        torch.maximum(extent[at[0]], x.abs().amax((1, 2)), out=extent[at[0]])
-    for at in strips:
-        x, adapters = read(at)
-        if into.device.type == "cpu" or not launched(packing, x, adapters, extent[at[0]], into[at]):
+        torch.maximum(extent[strip[0]], x.abs().amax((1, 2)), out=extent[strip[0]])
+    for strip in strips:
+        x, adapters = read(strip)
+        if target.device.type == "cpu" or not try_launch(packing, x, adapters, extent[strip[0]], target[strip]):
             adapters.add_to(x)
-            made = zip(encoded(packing, x, extent[at[0]]), packing.shapes(x.shape), strict=True)
-            decode(packing, [part.contiguous().view(own) for part, own in made], into[at])
+            pairs = zip(encoded(packing, x, extent[strip[0]]), packing.shapes(x.shape), strict=True)
+            decode(packing, [part.contiguous().view(dims) for part, dims in pairs], target[strip])
     return result
 
 
-def launched(packing: Packing, x: Tensor, adapters: Adapters | None, extent: Tensor, out: Tensor) -> bool:
+def try_launch(packing: Packing, x: Tensor, adapters: Adapters | None, extent: Tensor, out: Tensor) -> bool:
     """Rounds x plus adapters by a launch for its packing and shape; False, and x as it was, if there is none."""
     from trireme.kernels.packed import rounding  # Triton, which nothing on a CPU needs
 
@@ -81,10 +81,10 @@ def launched(packing: Packing, x: Tensor, adapters: Adapters | None, extent: Ten
         if adapters:
             adapters.add_to(x)
         blocks = x.unflatten(2, (-1, block[1])).unflatten(1, (-1, block[0]))
-        most = torch.maximum(blocks.amax((2, 4)), -blocks.amin((2, 4)))
-        by, inverse, scales = e4m3_scales(packing, most, extent.view(-1, 1, 1))
-        wide = torch.exp2(scales.float() - 127) if scales.dtype == torch.uint8 else scales.float()
-        rounding.e4m3_round(x, by, wide, out, block, inverse)
+        amax = torch.maximum(blocks.amax((2, 4)), -blocks.amin((2, 4)))
+        factor, inverse, scales = e4m3_scales(packing, amax, extent.view(-1, 1, 1))
+        scales_fp32 = torch.exp2(scales.float() - 127) if scales.dtype == torch.uint8 else scales.float()
+        rounding.e4m3_round(x, factor, scales_fp32, out, block, inverse)
         return True
     if group & (group - 1) or group > rounding.LARGEST_GROUP or columns % group:
         return False
@@ -94,8 +94,8 @@ def launched(packing: Packing, x: Tensor, adapters: Adapters | None, extent: Ten
         like = x.new_empty(0, dtype=DTYPE[kind])
         rounding.int4_round(x, adapters, like, out, group, len(packing.parts) == 3, SMALLEST[kind])
     else:
-        of_all = nvfp4_factor(extent) if len(packing.parts) == 3 else None
-        rounding.fp4_round(x, adapters, of_all, out, group, packing.divides)
+        global_factor = nvfp4_factor(extent) if len(packing.parts) == 3 else None
+        rounding.fp4_round(x, adapters, global_factor, out, group, packing.divides)
     return True
 
 
@@ -114,9 +114,9 @@ def _strips(packing: Packing, experts: int, per_expert: int, shape: tuple[int, i
             yield slice(m, m + 1), slice(first, min(first + step, rows))
 
 
-def _pieces(packing: Packing, parts: Sequence[Tensor], shape: tuple[int, int], at: Strip) -> list[Tensor]:
+def _pieces(packing: Packing, parts: Sequence[Tensor], shape: tuple[int, int], strip: Strip) -> list[Tensor]:
     """What belongs to a strip in each part."""
-    matrices, rows = at
+    matrices, rows = strip
     starts = packing.starts(shape, rows.start)
     ends = packing.starts(shape, rows.stop) if rows.stop < shape[0] else tuple(part.shape[1] for part in parts)
     # of a part with one element for the whole matrix, all strips have it

@@ -33,7 +33,7 @@ class Rotation(NamedTuple):
 
     query: Table
     key: Table  # the same, unless queries are scaled by position
-    rest: Table | None = None  # of latent attention's queries: scales those features that are not rotated
+    nope: Table | None = None  # of latent attention's queries: scales those features that are not rotated
 
 
 Tables = dict[Rope, Rotation]  # of each rope that a layer has
@@ -65,10 +65,10 @@ class Load(NamedTuple):
         """Copies of counts and scores."""
         return self.counts.to("cpu", copy=True), self.scores.to("cpu", copy=True)
 
-    def pool_(self, every: Sequence[tuple[Tensor, Tensor]]) -> None:
+    def pool_(self, copies: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Replaces counts and scores by their sums over all GPUs or hosts, given `in_ram` of each."""
-        for total, of_all in zip((self.counts, self.scores), zip(*every, strict=True), strict=True):
-            total.copy_(torch.stack(of_all).sum(0))
+        for total, parts in zip((self.counts, self.scores), zip(*copies, strict=True), strict=True):
+            total.copy_(torch.stack(parts).sum(0))
 
     def balance(self) -> Tensor | None:
         """The gradient (E,) fp32 of the loss by a token's softmax; valid after forward has ended on all GPUs, hosts."""
@@ -86,9 +86,9 @@ def make_load(cfg: ModelConfig, tokens: int, weight: float, device: torch.device
     """An empty Load for a step of so many tokens; None without experts."""
     if cfg.experts is None:
         return None
-    shape, having = (cfg.n_layers, cfg.experts.count), sum(layer.experts is not None for layer in cfg.layers)
+    shape, n_layers = (cfg.n_layers, cfg.experts.count), sum(layer.experts is not None for layer in cfg.layers)
     counts, scores = (torch.zeros(shape, dtype=dtype, device=device) for dtype in (torch.int64, torch.float64))
-    return Load(counts, scores, having * tokens, weight)
+    return Load(counts, scores, n_layers * tokens, weight)
 
 
 class Noise(NamedTuple):
@@ -160,19 +160,19 @@ def rope_tables(cfg: ModelConfig, length: int, device: torch.device | str) -> Ta
 
 
 def _rotation(rope: Rope, latent: Latent | None, length: int, device: torch.device | str) -> Rotation:
-    def table(by: Tensor | float = 1.0) -> Table:
+    def table(scale: Tensor | float = 1.0) -> Table:
         pair = ops.rope_table(_inv_freq(rope, rope.width, length), length, rope.attention_factor)
-        cos, sin = ((t * by).to(device) for t in pair)
+        cos, sin = ((t * scale).to(device) for t in pair)
         return Table(cos, sin, rope.pairs)
 
     key = table()
     if not rope.query_beta or length <= rope.original_positions:
         return Rotation(key, key)
-    by, rest = _query_scale(rope, length), None
+    scale, nope = _query_scale(rope, length), None
     if latent is not None:
-        cos = by.expand(-1, latent.nope // 2).contiguous().to(device)
-        rest = Table(cos, torch.zeros_like(cos))
-    return Rotation(table(by), key, rest)
+        cos = scale.expand(-1, latent.nope // 2).contiguous().to(device)
+        nope = Table(cos, torch.zeros_like(cos))
+    return Rotation(table(scale), key, nope)
 
 
 def _query_scale(rope: Rope, length: int) -> Tensor:

@@ -125,7 +125,7 @@ def all_cuts(cfg: ModelConfig, alone: bool = True, halves: Sequence[bool] = (Fal
     """All divisions of a model, the coarsest first: whole blocks, sub-layers if the model has any, packed experts that
     are decoded in parts, and, if one GPU is `alone`, frozen experts in slices.
     """
-    halves = halves[:1] if cfg.whole else halves
+    halves = halves[:1] if cfg.indivisible else halves
     divisions = [Cut(half) for half in halves]
     if at_once := narrow.slice_of(cfg):
         divisions.append(Cut(halves[-1], at_once))

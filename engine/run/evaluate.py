@@ -119,7 +119,7 @@ class Evaluator:
         eos = frozenset([codec.facts.eos]) if codec.facts.eos is not None else frozenset[int]()
         starts = fitted(self.e, prompts(data, n))
         with screen.clock().at("samples"), suppress(torch.OutOfMemoryError):
-            out = continued(self.e, starts, MAX_NEW, eos, enough=enough) if all(starts) else []
+            out = continued(self.e, starts, MAX_NEW, eos, stop=enough) if all(starts) else []
         shown = zip(map(codec.decode, starts[: len(out)]), out, strict=True)
         return [(prompt, codec.decode(ids), bool(ids) and ids[-1] in eos) for prompt, ids in shown]
 

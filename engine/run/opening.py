@@ -64,7 +64,7 @@ def open_model(o: Options, date: str | None) -> Opened:
     if o.router_aux and (cfg.experts is None or cfg.names.mlp.correction):
         raise InputError("--router-aux: the model has no experts, or a bias balances them. Leave it out.")
     source = None if is_absent(o) else open_checkpoint(Path(o.model), cfg.packing, screen.warn)
-    cfg = hf.as_found(cfg, source.shapes) if source else cfg  # adapters are named by what is there
+    cfg = hf.as_stored(cfg, source.shapes) if source else cfg  # adapters are named by what is there
     adapter = read_adapter(Path(o.adapter), cfg) if o.adapter else None
     if adapter or o.lora:
         cfg = adapted(cfg, lora_of(o, cfg, adapter))

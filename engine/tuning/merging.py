@@ -74,7 +74,7 @@ def merge_adapter(
 
     Raises StoreError; InputError, also if a value is not finite.
     """
-    base = hf.as_found(replace(cfg, lora=None, frozen=()), source.shapes)
+    base = hf.as_stored(replace(cfg, lora=None, frozen=()), source.shapes)
     adapter, before = read_adapter(folder, base, merging=True), stamps(source)
     unchanged = lambda: check_unchanged(before, "was changed while it was merged")
     total = Sum(adapter, source, base, device)

@@ -49,7 +49,7 @@ def as_stored(cfg: ModelConfig, source: Source) -> ModelConfig:
 
     Raises CheckpointError for a weight of a dtype that is not read.
     """
-    cfg = replace(hf.as_found(cfg, source.shapes), packing=None, packed=())
+    cfg = replace(hf.as_stored(cfg, source.shapes), packing=None, packed=())
     odd = [name for name, t in source.tensors.items() if t.dtype not in NUMPY]
     names = hf.canonical_names(cfg, source.shapes, source.named) if odd else {}
     for name in (name for name in odd if names[name] is not None):

@@ -112,7 +112,7 @@ def _rotate_queries_(p: Pass, w: LatentWeights, q_: Tensor, inverse: bool = Fals
     n, rotation = w.latent.nope, p.rows.rotation(w.spec)
     if rotation:
         rotate_(q_[..., n:], rotation.query, p.rows, inverse)
-        rotate_(q_[..., :n], rotation.rest, p.rows, inverse)
+        rotate_(q_[..., :n], rotation.nope, p.rows, inverse)
 
 
 def _latent_backward(

@@ -15,7 +15,7 @@ from trireme.kernels import ops
 from trireme.models.families.packing import Packing
 from trireme.models.linear import trained
 from trireme.models.lora import Stacked
-from trireme.models.packed import decode, whole
+from trireme.models.packed import decode, matrix_view
 from trireme.models.reader import Reader
 from trireme.models.rounded import decode_sum
 from trireme.models.sizes import narrow
@@ -67,7 +67,7 @@ def grouped(read: Reader, matrix: str) -> Grouped:
         assert read.layer.experts is not None
         bias = bias.view(read.layer.experts.count, -1)
     if name in read.views:
-        matrices = whole(packing, name, read.views)
+        matrices = matrix_view(packing, name, read.views)
         return Grouped(matrices if names.experts_in_out else matrices.mT, bias, adapters)
     assert packing is not None
     packing = packing.of(name)

@@ -88,10 +88,10 @@ def may_be_sliced(cfg: ModelConfig) -> bool:
     """Whether experts can come in slices: all of them are frozen, without a norm behind their sum, and blocks can be
     divided into sub-layers.
     """
-    if cfg.experts is None or cfg.whole or any(layer.experts and layer.mlp_names.post for layer in cfg.layers):
+    if cfg.experts is None or cfg.indivisible or any(layer.experts and layer.mlp_names.post for layer in cfg.layers):
         return False
     cut = replace(cfg, halves=True)
-    fed = (u for u in range(1, cut.n_units - 1) if unit(cut, u).what == "mlp" and unit(cut, u).experts)
+    fed = (u for u in range(1, cut.n_units - 1) if unit(cut, u).role == "mlp" and unit(cut, u).experts)
     groups = (g for u in fed for g in weight_groups(cut, u))
     return all(is_frozen(cut, group) for group in groups if len(group[0][1]) == 3)
 

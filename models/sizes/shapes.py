@@ -29,7 +29,7 @@ CACHED = 1 << 12  # of units, which a plan asks for again and again; what is han
 def unit_names(cfg: ModelConfig) -> list[str]:
     """The units' names in file names and log lines."""
     short = {"block": "block", "attention": "attn", "mlp": "mlp"}
-    return ["embed", *(f"{short[unit.what]}{i:03d}" for i, unit in cfg.units), "head"]
+    return ["embed", *(f"{short[unit.role]}{i:03d}" for i, unit in cfg.units), "head"]
 
 
 def kind(cfg: ModelConfig, u: int) -> str:

@@ -417,7 +417,7 @@ def gpu_plan(cfg: ModelConfig, tokens: int = 24, n_micro: int = 2, halves: bool 
 def random_plan(cfg: ModelConfig, dice: Random, tokens: int = 24, gpus: int = 4, **change) -> Plan:
     """Any plan for a model, on up to `gpus` GPUs."""
     flip = lambda share=0.5: dice.random() < share
-    mode, halves, near = dice.choice(("forward", "forward", "backward")), flip() and not cfg.whole, flip(0.3)
+    mode, halves, near = dice.choice(("forward", "forward", "backward")), flip() and not cfg.indivisible, flip(0.3)
     dealt = dice.choices(range(dice.choice((1, 1, *range(1, gpus + 1)))), k=dice.randint(1, 5))
     alone = not any(dealt)
     slices = dice.choice((1, 2, 3, 5)) if halves and alone and narrow.may_be_sliced(cfg) else 1

@@ -89,7 +89,7 @@ def difference(raw: dict, folder: Path) -> float:
         expected = model(input_ids=IDS[None], use_cache=False).logits[0]
         try:
             state = spelled(model, model.state_dict())
-            cfg = hf.as_found(parse_config(raw), {name: tuple(t.shape) for name, t in state.items()})
+            cfg = hf.as_stored(parse_config(raw), {name: tuple(t.shape) for name, t in state.items()})
             return relative(Tiny(cfg, state).logits(IDS, [len(IDS)]), expected)
         except InputError:
             return 1.0

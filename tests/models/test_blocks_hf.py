@@ -84,7 +84,7 @@ def test_a_saved_folder_goes_through(case, tmp_path):
     reference.save_pretrained(theirs)
     assert read_config(theirs) == cfg
     state = load_file(theirs / "model.safetensors")
-    cfg = hf.as_found(cfg, {name: tuple(t.shape) for name, t in state.items()})
+    cfg = hf.as_stored(cfg, {name: tuple(t.shape) for name, t in state.items()})
     tiny = Tiny(cfg, state)
     canonical = hf.canonical_names(cfg, {name: tuple(t.shape) for name, t in state.items()})
     views = dict(part for unit in tiny.views for name, view in unit.items() for part in apart(cfg, name, view))

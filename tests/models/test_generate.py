@@ -57,7 +57,7 @@ def test_a_text_ends_where_it_says_or_is_asked_to(case):
         stop = next((i + 1 for i, token in enumerate(theirs) if token in eos), 12)
         assert ours == theirs[:stop]
     asked = iter([False, False, True])
-    assert generate(cfg, units_of(tiny), PROMPTS, 12, enough=lambda: next(asked)) == [t[:3] for t in expected]
+    assert generate(cfg, units_of(tiny), PROMPTS, 12, stop=lambda: next(asked)) == [t[:3] for t in expected]
 
 
 @pytest.mark.full

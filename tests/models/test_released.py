@@ -9,7 +9,7 @@ from wrapped import spelled
 
 from trireme.models.config import parse_config
 from trireme.models.families.table import OTHER_NAMES
-from trireme.models.hf import as_found, canonical_names, carried
+from trireme.models.hf import as_stored, canonical_names, carried
 from trireme.models.sizes import shapes
 
 YARN = dict(rope_type="yarn", factor=16.0, original_max_position_embeddings=16384, beta_fast=32.0, beta_slow=1.0,
@@ -249,7 +249,7 @@ def test_tensors_are_those_of_transformers(name):
         model = auto.from_config(transformers.AutoConfig.for_model(**known))
         state = spelled(model, {key: t.to("meta") for key, t in model.state_dict().items()})
     found = {key: tuple(t.shape) for key, t in state.items() if not (cfg.tied and key.endswith("lm_head.weight"))}
-    cfg = as_found(cfg, found)
+    cfg = as_stored(cfg, found)
     beside = carried(cfg, found)
     names = canonical_names(cfg, found)
     assert {key for key, canonical in names.items() if canonical is None} == {*beside}

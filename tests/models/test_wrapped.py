@@ -17,7 +17,7 @@ from wrapped import CASES, oracle, spelled, turned
 from trireme.engine.run.loop import train as finetune
 from trireme.engine.run.options import Options
 from trireme.models.config import InputError, parse_config, read_config
-from trireme.models.hf import as_found, canonical_names, carried
+from trireme.models.hf import as_stored, canonical_names, carried
 from trireme.storage.checkpoint import open_source
 
 pytestmark = pytest.mark.grid
@@ -54,7 +54,7 @@ def test_as_transformers(case):
     logits = torch.cat([reference(input_ids=doc[None]).logits[0] for doc in ids.split(lengths)])
     torch.nn.functional.cross_entropy(logits, labels, ignore_index=-100).backward()
     state = {name: p for name, p in reference.state_dict().items() if not (cfg.tied and name.startswith("lm_head"))}
-    cfg = as_found(cfg, {name: tuple(t.shape) for name, t in released(state).items()})
+    cfg = as_stored(cfg, {name: tuple(t.shape) for name, t in released(state).items()})
     for tensors in [released(state), *([] if cfg.experts else [state])]:
         tiny = Tiny(cfg, tensors)
         assert relative(tiny.logits(ids, lengths), logits.detach()) < 1e-5
@@ -127,7 +127,7 @@ def test_transformers_opens_the_result(trained):
     """With the logits that our blocks give for its weights."""
     _, out = trained
     cfg, state = read_config(out), load_file(out / "model.safetensors")
-    cfg = as_found(cfg, {name: tuple(t.shape) for name, t in state.items()})
+    cfg = as_stored(cfg, {name: tuple(t.shape) for name, t in state.items()})
     state = {name: t for name, t in state.items() if ".layers.3." not in name}
     reopened = getattr(transformers, cfg.opener).from_pretrained(out, dtype=torch.float32, attn_implementation="eager")
     ids = torch.randint(1, cfg.vocab, (30,), generator=torch.Generator().manual_seed(1))

@@ -168,7 +168,7 @@ def test_launches_round_to_the_same_bits(name, dtype, device):
         parts = [part.contiguous().view(3, *shape) for part, shape in made]
         expected = decode(packing, parts, torch.empty(x.shape, dtype=DTYPES[dtype]))
         out = torch.empty(x.shape, dtype=DTYPES[dtype], device=device)
-        assert rounded.launched(packing, x.to(device, copy=True), added, extent.to(device), out)
+        assert rounded.try_launch(packing, x.to(device, copy=True), added, extent.to(device), out)
         assert torch.equal(out.cpu().view(torch.uint8), expected.view(torch.uint8))
 
 

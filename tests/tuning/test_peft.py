@@ -114,7 +114,7 @@ def test_single_experts_are_merged_as_peft_computes(case, tmp_path):
     single_experts(adapter, cfg, *SINGLE[case])
     assert torch.allclose(merged_logits(tmp_path, cfg), peft_logits(tmp_path), atol=1e-4)
     in_one = {"model.layers.0.mlp.experts.gate_up_proj": (6, 2 * cfg.experts.width, cfg.width)}
-    apart, stacked = (read_adapter(adapter, one) for one in (cfg, hf.as_found(cfg, in_one)))  # as transformers 5 writes
+    apart, stacked = (read_adapter(adapter, one) for one in (cfg, hf.as_stored(cfg, in_one)))  # as of transformers 5
     for name in apart.singles:
         assert torch.equal(apart.tensor(name), stacked.tensor(name))
     with tensors_of(adapter) as tensors:  # one without an adapter stays as it is
