@@ -50,32 +50,32 @@ class Nested:
         """(codes, scales) as bytes, of new fp32 scales, as bitsandbytes packs them; the offset stays."""
         middles = (self.table[1:] + self.table[:-1]) / 2
         blocks = np.split(scales - self.offset, range(NESTED_BLOCK, len(scales), NESTED_BLOCK))
-        most = np.array([np.abs(block).max() for block in blocks])
-        codes = [np.searchsorted(middles, block / (of or 1)) for block, of in zip(blocks, most, strict=True)]
-        return np.concatenate(codes).astype(np.uint8), most.view(np.uint8)
+        peaks = np.array([np.abs(block).max() for block in blocks])
+        codes = [np.searchsorted(middles, block / (peak or 1)) for block, peak in zip(blocks, peaks, strict=True)]
+        return np.concatenate(codes).astype(np.uint8), peaks.view(np.uint8)
 
 
 def in_nf4(source: Source) -> Packed:
     """The checkpoint with its matrices in NF4 as packed ones. Raises CheckpointError."""
     for stored in source.tensors:
         if kind := next((kind for end, kind in OTHERS.items() if stored.endswith(end)), ""):
-            what = f"weights that bitsandbytes quantized to {kind}, which is not read"
-            raise CheckpointError(f"{source.named(stored)} is of {what}. Take the BF16 original.")
-    tensors, parts, made = dict(source.tensors), dict[str, SourceTensor](), dict[str, Made]()
+            form = f"weights that bitsandbytes quantized to {kind}, which is not read"
+            raise CheckpointError(f"{source.named(stored)} is of {form}. Take the BF16 original.")
+    tensors, parts, values = dict(source.tensors), dict[str, SourceTensor](), dict[str, Made]()
     for name in [stored.removesuffix(STATE) for stored in source.tensors if stored.endswith(STATE)]:
         state = _state(source, name)
         shape, nested = (state["shape"][0], state["shape"][1]), "nested_offset" in state
-        there = {part: tensors.pop(part) for part in _checked(source, name, shape, nested)}
+        places = {part: tensors.pop(part) for part in _checked(source, name, shape, nested)}
         del tensors[name + STATE]
         tensors[name] = SourceTensor("BF16", shape, "", 0)
         codes, scales = (name + part.suffix for part in NF4.parts)
         of_codes, of_scales = NF4.shapes(shape)
-        parts |= {codes: there[name]._replace(shape=of_codes), scales: there[name + SCALES]._replace(shape=of_scales)}
+        parts |= {codes: places[name]._replace(shape=of_codes), scales: places[name + SCALES]._replace(shape=of_scales)}
         if nested:
             table, offset = source.read(name + NESTED_MAP).view(np.float32), np.float32(state["nested_offset"])
             parts[scales] = SourceTensor("F32", of_scales, "", 0)
-            made[scales] = Nested(source, there[name + SCALES], there[name + NESTED], table, offset)
-    return Packed(source.folder, source.files, tensors, source.auxiliary, NF4, parts, made)
+            values[scales] = Nested(source, places[name + SCALES], places[name + NESTED], table, offset)
+    return Packed(source.folder, source.files, tensors, source.auxiliary, NF4, parts, values)
 
 
 def _checked(source: Source, name: str, shape: tuple[int, int], nested: bool) -> list[str]:
@@ -89,24 +89,24 @@ def _checked(source: Source, name: str, shape: tuple[int, int], nested: bool) ->
         if (t := source.tensors.get(part)) is None:
             raise CheckpointError(f"{source.folder}: {name} is in NF4, but {part} is missing. {AGAIN}.")
         if (t.dtype, t.numel) != form:
-            what = f"of a matrix of {list(shape)} in NF4 it is {form[0]} with {form[1]:,} elements"
-            raise CheckpointError(f"{source.named(part)} is {t.dtype} {list(t.shape)}; {what}.")
+            fault = f"of a matrix of {list(shape)} in NF4 it is {form[0]} with {form[1]:,} elements"
+            raise CheckpointError(f"{source.named(part)} is {t.dtype} {list(t.shape)}; {fault}.")
     return list(wanted)
 
 
 def _state(source: Source, name: str) -> dict[str, Any]:
     """The quantizer's state, checked. Raises CheckpointError."""
-    t, where = source.tensors[name + STATE], source.named(name + STATE)
+    t, culprit = source.tensors[name + STATE], source.named(name + STATE)
     if t.dtype != "U8" or t.numel > LARGEST_STATE:
-        raise CheckpointError(f"{where} is {t.dtype} {list(t.shape)}, expected U8, {LARGEST_STATE:,} at most.")
+        raise CheckpointError(f"{culprit} is {t.dtype} {list(t.shape)}, expected U8, {LARGEST_STATE:,} at most.")
     try:
         state = parse_json(source.read(name + STATE).tobytes(), "state")
     except ValueError as error:
-        raise CheckpointError(f"{where}: {error}. {AGAIN}.") from error
+        raise CheckpointError(f"{culprit}: {error}. {AGAIN}.") from error
     shape: Any = state.get("shape")
     offset: Any = state.get("nested_offset", 0.0)
     same = all(state.get(key, value) == value for key, value in FIXED.items())
     if not same or complaint(shape, (int, int)) or shape[1] % 2 or type(offset) not in (int, float):
-        what = f"NF4 in blocks of {NF4.block[1]}, of a shape of two sizes, the second even"
-        raise CheckpointError(f"{where} is {json.dumps(state)[:200]}: expected {what}.")
+        expected = f"NF4 in blocks of {NF4.block[1]}, of a shape of two sizes, the second even"
+        raise CheckpointError(f"{culprit} is {json.dumps(state)[:200]}: expected {expected}.")
     return state

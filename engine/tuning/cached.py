@@ -79,9 +79,9 @@ class Cached(Quantized):
         with ThreadPoolExecutor(THREADS) as pool:  # torch and reads release the GIL
             scales = list[np.ndarray]()
             for i in range(0, len(strips), AHEAD):
-                some = strips[i : i + AHEAD]
-                encoded = pool.map(Encoder.strip, *zip(*some, strict=True))
-                for (encoder, _, b), (codes, part) in zip(some, encoded, strict=True):
+                window = strips[i : i + AHEAD]
+                encoded = pool.map(Encoder.strip, *zip(*window, strict=True))
+                for (encoder, _, b), (codes, part) in zip(window, encoded, strict=True):
                     yield codes.view(np.uint8).data
                     scales.append(part)
                     if b == prod(encoder.shape[:-1]):

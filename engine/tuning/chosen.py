@@ -23,7 +23,7 @@ def chosen(cfg: ModelConfig, freeze: Sequence[str], train: Sequence[str]) -> Mod
 
     Raises InputError if a pattern matches nothing or only a part of a matmul, or nothing is left to train.
     """
-    for flag, pattern in [*(("--train", each) for each in train), *(("--freeze", each) for each in freeze)]:
+    for flag, pattern in [*(("--train", text) for text in train), *(("--freeze", text) for text in freeze)]:
         if not matching(cfg, pattern):
             raise InputError(f"{flag} {pattern}: no tensor of the model has such a name. {_instead(cfg, pattern)}.")
     picked = replace(cfg, frozen=(*(("*",) if train else ()), *(f"!{pattern}" for pattern in train), *freeze))
@@ -56,9 +56,9 @@ def folded(cfg: ModelConfig, names: Iterable[str]) -> list[str]:
     before, after = cfg.names.block.split("{}")
     layers: dict[str, list[int]] = {}
     for name in names:
-        number, _, rest = name.removeprefix(before).partition(after)
+        number, _, suffix = name.removeprefix(before).partition(after)
         inner = name.startswith(before) and number.isdigit()
-        layers.setdefault(f"{before}{{}}{after}{rest}" if inner else name, []).extend([int(number)] if inner else [])
+        layers.setdefault(f"{before}{{}}{after}{suffix}" if inner else name, []).extend([int(number)] if inner else [])
     span = lambda run: f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0])
     runs = lambda numbers: groupby(enumerate(sorted(numbers)), lambda pair: pair[1] - pair[0])  # of consecutive ones
     spans = lambda numbers: ",".join(span([n for _, n in run]) for _, run in runs(numbers))
@@ -92,13 +92,13 @@ def aware(cfg: ModelConfig, base: str | None) -> ModelConfig:
     make of them. `base`: of --base. Raises InputError.
     """
     assert cfg.lora is not None
-    why = ""
+    reason = ""
     if cfg.fp8 or cfg.lora.dropout:
-        why = "--dtype fp8 has other codes" if cfg.fp8 else "--lora-dropout drops inputs of adapters alone"
+        reason = "--dtype fp8 has other codes" if cfg.fp8 else "--lora-dropout drops inputs of adapters alone"
     elif base or not any(map(cfg.lora.adapts, _packed(cfg))):
-        why = "--base packs in memory only" if base else "no packed matrix has an adapter"
-    if why:
-        raise InputError(f"--merge-aware: {why}. Leave one of them out.")
+        reason = "--base packs in memory only" if base else "no packed matrix has an adapter"
+    if reason:
+        raise InputError(f"--merge-aware: {reason}. Leave one of them out.")
     return replace(cfg, lora=replace(cfg.lora, aware=True))
 
 

@@ -73,18 +73,18 @@ def with_config(
     """`source` with the config.json of a model with a score head."""
     named = raw.get("architectures")
     first = named[0] if isinstance(named, list) and named and isinstance(named[0], str) else ""
-    known = LANGUAGE.sub("", first)
+    base_class = LANGUAGE.sub("", first)
     problem = {} if cfg.scores == 1 else {"problem_type": "single_label_classification"}
-    others = {key: value for key, value in raw.items() if key not in ("num_labels", "problem_type")}
-    config = others | problem | {"architectures": [known + CLASS if known else class_of(cfg.model_type)]}
+    entries = {key: value for key, value in raw.items() if key not in ("num_labels", "problem_type")}
+    config = entries | problem | {"architectures": [base_class + CLASS if base_class else class_of(cfg.model_type)]}
     config["id2label"] = {str(i): name for i, name in enumerate(labels)}
     config["label2id"] = {name: i for i, name in enumerate(labels)}
     content = json.dumps(config | {"pad_token_id": pad}, indent=2).encode()
     return replace(source, auxiliary=source.auxiliary | {"config.json": content})
 
 
-def check_problem(raw: dict[str, Any], where: str) -> None:
+def check_problem(raw: dict[str, Any], name: str) -> None:
     """Raises InputError if the model's classes are not such that one is right."""
     problem = raw.get("problem_type")
     if problem not in (None, "single_label_classification"):
-        raise InputError(f'{where}: "problem_type" is {problem!r}: one class of several is learned, nothing else.')
+        raise InputError(f'{name}: "problem_type" is {problem!r}: one class of several is learned, nothing else.')

@@ -46,7 +46,7 @@ def new_folder(out: Path) -> Iterator[Path]:
     out = out.resolve()
     if out.exists() and (out.is_file() or any(out.iterdir())):
         raise InputError(f"--out {out} is there already. Name another folder.")
-    made = make_folder(out.parent)
+    parents = make_folder(out.parent)
     try:
         with Temporary(f".{out.name}-", out.parent) as place:
             (place / "new").mkdir()
@@ -55,7 +55,7 @@ def new_folder(out: Path) -> Iterator[Path]:
             (place / "new").rename(out)
             sync_folder(out.parent)
     except BaseException:
-        remove_folders(made)
+        remove_folders(parents)
         raise
 
 
@@ -171,8 +171,8 @@ class Sum:
         """(the checkpoint or the adapter, which has a weight without what is added; its name there; the message that it
         is not finite).
         """
-        whole = self.adapter.whole.get(self.names[stored] or "")
-        origin, key, kind = (self.adapter.source, whole, "adapter") if whole else (self.source, stored, "checkpoint")
+        name = self.adapter.whole.get(self.names[stored] or "")
+        origin, key, kind = (self.adapter.source, name, "adapter") if name else (self.source, stored, "checkpoint")
         return origin, key, f"{origin.named(key)} holds NaN or infinite values; the {kind} is damaged."
 
     def _beyond(self, stored: str) -> str:
@@ -195,17 +195,17 @@ class Sum:
         _, expert, half = shapes.within_experts(cfg, self.names[stored] or "")
         downs, ups = (self.tensor(part).unflatten(0, (-1, self.adapter.ranks[module])) for part in parts)
         if expert is None:
-            both = zip(downs, ups, strict=True)
-            return [(down.T, up) if cfg.names.mlp.experts_in_out else (up.T, down) for down, up in both]
+            pairs = zip(downs, ups, strict=True)
+            return [(down.T, up) if cfg.names.mlp.experts_in_out else (up.T, down) for down, up in pairs]
         up = ups[expert].T
         return [(up if half is None else up.chunk(2)[half], downs[expert])]
 
 
 def merged(cfg: ModelConfig, adapter: Adapter, source: Packed) -> Source:
     """`source` plus the adapter, as merge_adapter writes them without `same`. Raises InputError as it is read."""
-    wide = unpacked(source)
-    total = Sum(adapter, wide, cfg, CPU)
-    return replace(wide, made={stored: partial(total.values, stored) for stored, name in total.names.items() if name})
+    plain = unpacked(source)
+    total = Sum(adapter, plain, cfg, CPU)
+    return replace(plain, made={stored: partial(total.values, stored) for stored, name in total.names.items() if name})
 
 
 def with_ends(cfg: ModelConfig, adapter: Adapter, source: Source, say: Say) -> Source:
@@ -219,27 +219,27 @@ def with_ends(cfg: ModelConfig, adapter: Adapter, source: Source, say: Say) -> S
     names = hf.canonical_names(cfg, source.shapes)
     ends = {stored: name for stored, name in names.items() if name in (embed, output)}
     stored = min(ends, key=lambda name: (ends[name] != embed, name.endswith(hf.OUTPUTS)))
-    fields, made = dict[str, Any](), dict[str, Values]()
+    fields, values = dict[str, Any](), dict[str, Values]()
     if cfg.tied and not new.tied:
         say("note: the adapter changes one of embedding and output: they are two matrices in the merged model")
         fields["tie_word_embeddings"] = False
         if not any(name.endswith(hf.OUTPUTS) for name in ends):
             t = source.tensors[stored]
             entries[t.file].append((output, t.dtype, t.shape))
-            ends[output], made[output] = output, lambda a, b: source.values(stored, a, b)
+            ends[output], values[output] = output, lambda a, b: source.values(stored, a, b)
     auxiliary = source.auxiliary
     if new.vocab != cfg.vocab:
         say(f"note: the merged model has the adapter's vocabulary of {new.vocab:,} tokens, not {cfg.vocab:,}")
         fields["vocab_size"] = new.vocab
         for file, tensors in entries.items():
             entries[file] = [(n, dtype, (new.vocab, *s[1:]) if n in ends else s) for n, dtype, s in tensors]
-        whole = {embed: adapter.whole[embed], output: adapter.whole[output]}
-        made = {n: partial(adapter.source.values, whole[embed if ends[n] == embed else output]) for n in ends}
+        replacements = {embed: adapter.whole[embed], output: adapter.whole[output]}
+        values = {n: partial(adapter.source.values, replacements[embed if ends[n] == embed else output]) for n in ends}
         if (adapter.source.folder / TOKENIZER).is_file():
             auxiliary = auxiliary_files(source.folder, adapter.source.folder)
     config = _with_fields(json.loads(content_of(source.auxiliary["config.json"])), fields)
     auxiliary = auxiliary | {"config.json": json.dumps(config, indent=2).encode()}
-    return replace(rewritten(source, entries, made), auxiliary=auxiliary)
+    return replace(rewritten(source, entries, values), auxiliary=auxiliary)
 
 
 def _with_fields(raw: dict[str, Any], fields: dict[str, Any]) -> dict[str, Any]:

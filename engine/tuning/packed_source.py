@@ -102,12 +102,12 @@ class Packed(Source):
         (matrix, row), shape = divmod(first, height), (1, last - first, columns)
         stored = list[tuple[np.ndarray, str, tuple[int, ...]]]()
         starts, wholes = packing.starts((height, columns), row), packing.shapes((height, columns))
-        for part, start, whole, own in zip(packing.parts, starts, wholes, packing.shapes(shape), strict=True):
-            begin, named = matrix * prod(whole) + start * prod(whole[1:]), name + part.suffix
-            values = self._of_part(named, begin, begin + prod(own))
-            if why := damage(packing, part, values):
-                raise CheckpointError(f"{self.named(named)} {why}; the checkpoint is damaged. Download it again.")
-            stored.append((values.view(np.uint8), self.parts[named].dtype, own))
+        for part, start, full, strip in zip(packing.parts, starts, wholes, packing.shapes(shape), strict=True):
+            begin, named = matrix * prod(full) + start * prod(full[1:]), name + part.suffix
+            values = self._of_part(named, begin, begin + prod(strip))
+            if damaged := damage(packing, part, values):
+                raise CheckpointError(f"{self.named(named)} {damaged}; the checkpoint is damaged. Download it again.")
+            stored.append((values.view(np.uint8), self.parts[named].dtype, strip))
         return decoded(packing, stored, shape, dtype, device)[0]
 
 
@@ -162,11 +162,11 @@ def globs(cfg: ModelConfig, is_packed: Callable[[str, tuple[int, ...]], bool]) -
     layers: dict[str, dict[str, bool]] = {}  # a name for all layers -> names -> whether packed
     for name, shape in (matrix for group in shapes.all_groups(cfg) for matrix in group):
         if len(shape) > 1:
-            number, _, rest = name.removeprefix(before).partition(after)
+            number, _, suffix = name.removeprefix(before).partition(after)
             inner = name.startswith(before) and number.isdigit()
-            layers.setdefault(f"{before}*{after}{rest}" if inner else name, {})[name] = is_packed(name, shape)
-    some = lambda names: (name for name, packed in names.items() if packed)
-    return tuple(g for glob, names in layers.items() for g in ([glob] if all(names.values()) else some(names)))
+            layers.setdefault(f"{before}*{after}{suffix}" if inner else name, {})[name] = is_packed(name, shape)
+    packed_of = lambda names: (name for name, packed in names.items() if packed)
+    return tuple(g for glob, names in layers.items() for g in ([glob] if all(names.values()) else packed_of(names)))
 
 
 def outlined(cfg: ModelConfig, folder: Path) -> Source:
@@ -176,10 +176,10 @@ def outlined(cfg: ModelConfig, folder: Path) -> Source:
         return Source(folder, (), tensors, {})
     parts, packed = dict[str, SourceTensor](), (g for g in shapes.all_groups(cfg) if shapes.is_packed(cfg, g))
     for name, shape in (matrix for group in packed for matrix in group):
-        for there, one in shapes.on_disk(cfg, name, shape):
+        for stored, file_shape in shapes.on_disk(cfg, name, shape):
             packing = cfg.packing.of(name)
-            for part, own in zip(packing.parts, packing.shapes(one), strict=True):
-                parts[there + part.suffix] = SourceTensor(part.dtypes[0], own, "", 0)
+            for part, part_shape in zip(packing.parts, packing.shapes(file_shape), strict=True):
+                parts[stored + part.suffix] = SourceTensor(part.dtypes[0], part_shape, "", 0)
     return Packed(folder, (), tensors, {}, cfg.packing, parts, {})
 
 
@@ -189,8 +189,8 @@ def outlined(cfg: ModelConfig, folder: Path) -> Source:
 def as_trained(cfg: ModelConfig, source: Packed, stored: Mapping[str, str]) -> Source:
     """`source`, or the same in bf16 if packed matrices are trained. `stored`: canonical name -> name in `source`."""
     matrices = (matrix for group in shapes.all_groups(cfg) if not shapes.is_frozen(cfg, group) for matrix in group)
-    files = (there for name, shape in matrices for there, _ in shapes.on_disk(cfg, name, shape))
-    names = (stored.get(there, there) for there in files)  # a new score head is in no file
+    files = (file_name for name, shape in matrices for file_name, _ in shapes.on_disk(cfg, name, shape))
+    names = (stored.get(file_name, file_name) for file_name in files)  # a new score head is in no file
     trained = frozenset(name for name in names if source.packs(name))
     if trained and not source.files:
         return Source(source.folder, (), source.tensors, source.auxiliary)
@@ -213,9 +213,9 @@ def unpacked(source: Packed, changed: frozenset[str] = frozenset()) -> Rewritten
     for file in source.files:
         header, entries[file] = read_header(source.folder / file), []
         for stored in header.layout.tensors:
-            at = place(stored, file, header.data)
-            t = source.tensors.get(name := matrices.get(at, stored.name))
-            if t and (t.file or at in matrices):
+            extent = place(stored, file, header.data)
+            t = source.tensors.get(name := matrices.get(extent, stored.name))
+            if t and (t.file or extent in matrices):
                 entries[file].append((name, t.dtype, t.shape))
     inner = replace(source, wide=frozenset() if source.packing.exact else changed)
     auxiliary = {name: content for name, content in source.auxiliary.items() if name not in OF_PACKINGS}
@@ -226,6 +226,6 @@ def unpacked(source: Packed, changed: frozenset[str] = frozenset()) -> Rewritten
 
 def decoded_config(raw: dict[str, Any]) -> dict[str, Any]:
     """The config.json of a checkpoint after its packed matrices are decoded, with the dtype of these."""
-    wide = lambda config: config | {key: "bfloat16" for key in DTYPES if config.get(key) == "float16"}
-    inner = {key: wide(value) for key, value in raw.items() if isinstance(value, dict)}
-    return wide(without_packing(raw | inner))
+    in_bf16 = lambda config: config | {key: "bfloat16" for key in DTYPES if config.get(key) == "float16"}
+    inner = {key: in_bf16(value) for key, value in raw.items() if isinstance(value, dict)}
+    return in_bf16(without_packing(raw | inner))

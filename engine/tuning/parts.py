@@ -38,8 +38,8 @@ def open_checkpoint(folder: str | Path, packing: Packing | None = None, say: Say
     packing = _as_spelled(source, packing)
     opened = bitsandbytes.in_nf4(source) if packing is NF4 else _packed(source, packing, _parts(source, packing), say)
     if not opened.parts:
-        what = f'config.json has a "quantization_config" of {packing.word}, but no tensor is in it'
-        say(f"note: {source.folder}: {what}: all are read as they are")
+        fault = f'config.json has a "quantization_config" of {packing.word}, but no tensor is in it'
+        say(f"note: {source.folder}: {fault}: all are read as they are")
         return source
     return opened
 
@@ -59,19 +59,19 @@ def as_stored(cfg: ModelConfig, source: Source) -> ModelConfig:
         return cfg
     cfg = replace(cfg, packing=source.packing)
     stored = hf.sources(cfg, source.shapes, source.named)
-    in_files = lambda name, shape: (stored.get(there, there) for there, _ in shapes.on_disk(cfg, name, shape))
+    in_files = lambda name, shape: (stored.get(file, file) for file, _ in shapes.on_disk(cfg, name, shape))
     packed = globs(cfg, lambda name, shape: all(map(source.packs, in_files(name, shape))))
     return replace(cfg, packed=packed)
 
 
 def _unsaid(folder: Path, packing: Packing) -> str:
     """The message about packed matrices of which config.json says nothing."""
-    way = "Copy it from the release: transformers does not find these tensors without it"
+    advice = "Copy it from the release: transformers does not find these tensors without it"
     if (folder / OF_PACKINGS[0]).exists():
         key = {"quant_method": "modelopt", "quant_algo": "NVFP4" if packing.code == "fp4" else "FP8"}
-        way = f"{OF_PACKINGS[0]} describes them (ModelOpt 0.29 and older). "
-        way += f'Put "quantization_config": {json.dumps(key)} into config.json'
-    return f'{folder}: there are tensors in {packing.word}, but config.json has no "quantization_config". {way}.'
+        advice = f"{OF_PACKINGS[0]} describes them (ModelOpt 0.29 and older). "
+        advice += f'Put "quantization_config": {json.dumps(key)} into config.json'
+    return f'{folder}: there are tensors in {packing.word}, but config.json has no "quantization_config". {advice}.'
 
 
 def _as_spelled(source: Source, packing: Packing) -> Packing:
@@ -108,13 +108,13 @@ def _packed(source: Source, packing: Packing, stored: Stored, say: Say) -> Packe
         if name in source.tensors and name != names[0]:
             twice = f"{name} is there twice, also in {packing.word} as {names[0]}"
             raise CheckpointError(f"{source.folder}: {twice}. Remove one.")
-        there = [tensors.pop(part) for part in names]
-        parts |= {name + part.suffix: t for part, t in zip(row.parts, there, strict=True)}
-        tensors[name] = SourceTensor("BF16", _shape(source, row, names, there), "", 0)
+        places = [tensors.pop(part) for part in names]
+        parts |= {name + part.suffix: t for part, t in zip(row.parts, places, strict=True)}
+        tensors[name] = SourceTensor("BF16", _shape(source, row, names, places), "", 0)
         for end in packing.checked:
-            if (other := packing.named(name, end)) in tensors:
-                _check_int4(source, packing, other, tensors[name].shape)
-                del tensors[other]
+            if (neighbour := packing.named(name, end)) in tensors:
+                _check_int4(source, packing, neighbour, tensors[name].shape)
+                del tensors[neighbour]
     unused = [name for name in tensors if name.endswith(UNUSED)]
     if unused:
         say(f"note: {source.folder}: {len(unused):,} scales of activations, as {unused[0]}, are not used")
@@ -132,11 +132,11 @@ def _check_int4(source: Source, packing: Packing, name: str, shape: tuple[int, .
         raise CheckpointError(f"{source.named(name)} is {t.dtype} {list(t.shape)}, expected I32 or I64 [{n}].")
     values = source.read(name).view(INTEGERS[t.dtype])
     if order and not np.array_equal(values, np.arange(columns) // packing.block[1]):
-        how = "by activation order, which is not read"
-        raise CheckpointError(f"{source.named(name)}: its columns are in groups {how}. Take the BF16 original.")
+        fault = "by activation order, which is not read"
+        raise CheckpointError(f"{source.named(name)}: its columns are in groups {fault}. Take the BF16 original.")
     if not order and tuple(values.tolist()) != shape:
-        how = f"its codes are of {list(shape)}, and only multiples of 8 columns are read. Take the BF16 original"
-        raise CheckpointError(f"{source.named(name)} is {values.tolist()}: {how}.")
+        fault = f"its codes are of {list(shape)}, and only multiples of 8 columns are read. Take the BF16 original"
+        raise CheckpointError(f"{source.named(name)} is {values.tolist()}: {fault}.")
 
 
 def _typed(source: Source, packing: Packing, matrices: Sequence[Sequence[str]]) -> Packing:

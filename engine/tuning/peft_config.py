@@ -45,10 +45,10 @@ def read_adapter_config(folder: Path) -> dict[str, Any]:
         return parse_json(read_small(folder / CONFIG, links=True), "file")
     except FileNotFoundError:
         inner = ", ".join(str(path.parent) for path in sorted(folder.glob(f"*/{CONFIG}"))[:4])
-        what = f"it holds adapters in folders. Name one of them: {inner}" if inner else "it is not an adapter of peft"
+        fault = f"it holds adapters in folders. Name one of them: {inner}" if inner else "it is not an adapter of peft"
         if (folder / "config.json").is_file():
-            what = "it is a whole model. Take it as the checkpoint"
-        raise InputError(f"{folder} has no {CONFIG}: {what}.") from None
+            fault = "it is a whole model. Take it as the checkpoint"
+        raise InputError(f"{folder} has no {CONFIG}: {fault}.") from None
     except (OSError, ValueError) as error:
         raise InputError(f"{folder / CONFIG}: {why(error)}.") from None
 
@@ -59,29 +59,29 @@ def base_of(config: Mapping[str, Any]) -> str:
     return name if isinstance(name, str) and "\0" not in name else ""
 
 
-def check_config(where: Path, config: Mapping[str, Any]) -> None:
+def check_config(file: Path, config: Mapping[str, Any]) -> None:
     """Raises InputError for what is not a plain LoRA, for a key that is not known, and for numbers out of range."""
     if config.get("peft_type") != "LORA":
-        raise InputError(f"{where}: peft_type is {shown(repr(config.get('peft_type')))}; LORA is supported.")
+        raise InputError(f"{file}: peft_type is {shown(repr(config.get('peft_type')))}; LORA is supported.")
     for key, value in sorted(config.items()):
         if key in READ and value is not None and (wrong := complaint(value, READ[key])):
-            raise InputError(f"{where}: {key}{wrong}.")
-        known = key in UNUSED or key in READ or key in ("peft_type", "r", "lora_alpha") or value in ONLY.get(key, ())
-        if value and not known:
-            way = "Train the adapter without it, or add it to its model or convert it with peft"
-            raise InputError(f"{where}: {shown(key)} is {shown(repr(value))}, which is not supported. {way}.")
+            raise InputError(f"{file}: {key}{wrong}.")
+        legal = key in UNUSED or key in READ or key in ("peft_type", "r", "lora_alpha") or value in ONLY.get(key, ())
+        if value and not legal:
+            advice = "Train the adapter without it, or add it to its model or convert it with peft"
+            raise InputError(f"{file}: {shown(key)} is {shown(repr(value))}, which is not supported. {advice}.")
     ranks, alphas = config.get("rank_pattern") or {}, config.get("alpha_pattern") or {}
-    whole = all(type(rank) is int and 1 <= rank <= MOST for rank in (config.get("r"), *ranks.values()))
-    small = all(type(a) in (int, float) and abs(a) <= MOST for a in (config.get("lora_alpha"), *alphas.values()))
-    if not (whole and small and 0 <= (config.get("lora_dropout") or 0) < 1):
+    integral = all(type(rank) is int and 1 <= rank <= MOST for rank in (config.get("r"), *ranks.values()))
+    in_range = all(type(a) in (int, float) and abs(a) <= MOST for a in (config.get("lora_alpha"), *alphas.values()))
+    if not (integral and in_range and 0 <= (config.get("lora_dropout") or 0) < 1):
         keys = ("r", "lora_alpha", "rank_pattern", "alpha_pattern", "lora_dropout")
         values = ", ".join(f"{key} {shown(repr(config[key]))}" for key in keys if config.get(key))
-        raise InputError(f"{where}: {values}: expected r and lora_alpha up to {MOST:,}, lora_dropout from 0 to 1.")
+        raise InputError(f"{file}: {values}: expected r and lora_alpha up to {MOST:,}, lora_dropout from 0 to 1.")
     for pattern in (*ranks, *alphas):
         with suppress(re.error, RecursionError, OverflowError):
             if not _SLOW.search(pattern) and re.compile(pattern):
                 continue
-        raise InputError(f"{where}: the pattern {shown(repr(pattern))} is not read. Name the modules instead.")
+        raise InputError(f"{file}: the pattern {shown(repr(pattern))} is not read. Name the modules instead.")
 
 
 def by_pattern(patterns: Mapping[str, float] | None, name: str, default: float) -> float:

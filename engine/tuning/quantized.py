@@ -111,24 +111,24 @@ def quantized(cfg: ModelConfig, source: Source, base: str, stored: dict[str, str
         cfg = replace(cfg, packing=None, packed=())
     if cfg.fp8:
         raise InputError(f"--base {base}: with --dtype fp8 frozen matrices are kept in fp8. Leave one of them out.")
-    small = tuple(f".{name}.weight" for name in (cfg.names.mlp.router, cfg.names.mlp.shared_gate) if name)
+    routers = tuple(f".{name}.weight" for name in (cfg.names.mlp.router, cfg.names.mlp.shared_gate) if name)
 
     def is_packed(name: str, shape: tuple[int, ...]) -> bool:
-        frozen = shapes.is_frozen(cfg, [(name, shape)]) and not name.endswith(small)
+        frozen = shapes.is_frozen(cfg, [(name, shape)]) and not name.endswith(routers)
         fits = packing.holds(shapes.on_disk(cfg, name, shape)[0][1])
         return frozen and fits and name.startswith(cfg.names.block.split("{}")[0])
 
     cfg = replace(cfg, packing=packing, packed=globs(cfg, is_packed))
-    parts, made, encoders = dict[str, SourceTensor](), dict[str, Made](), list[Encoder]()
+    parts, values, encoders = dict[str, SourceTensor](), dict[str, Made](), list[Encoder]()
     part_shapes = cache(packing.shapes)  # of some ten shapes, looked up for each expert
     for name, shape in (matrix for group in shapes.all_groups(cfg) if shapes.is_packed(cfg, group) for matrix in group):
-        for there, one in shapes.on_disk(cfg, name, shape):
-            of_files = source.tensors[stored[there]].shape
-            encoders.append(Encoder(packing, of_files, partial(_rows, source, stored[there])))
-            for i, (part, own) in enumerate(zip(packing.parts, part_shapes(one), strict=True)):
-                parts[stored[there] + part.suffix] = SourceTensor(part.dtypes[0], own, "", 0)
-                made[stored[there] + part.suffix] = partial(encoders[-1].part, i)
+        for file_name, file_shape in shapes.on_disk(cfg, name, shape):
+            of_files = source.tensors[stored[file_name]].shape
+            encoders.append(Encoder(packing, of_files, partial(_rows, source, stored[file_name])))
+            for i, (part, part_shape) in enumerate(zip(packing.parts, part_shapes(file_shape), strict=True)):
+                parts[stored[file_name] + part.suffix] = SourceTensor(part.dtypes[0], part_shape, "", 0)
+                values[stored[file_name] + part.suffix] = partial(encoders[-1].part, i)
     if not parts:
         raise InputError(f"--base {base}: no matrix is frozen. It is for --lora, --adapter, --freeze and --train.")
-    fields = source.folder, source.files, source.tensors, source.auxiliary, packing, parts, made
+    fields = source.folder, source.files, source.tensors, source.auxiliary, packing, parts, values
     return cfg, Quantized(*fields, source, tuple(encoders), base)

@@ -53,14 +53,14 @@ class Matrix:
         yield from self.ready.pop(index)
 
     def _codes(self) -> Iterator[np.ndarray]:
-        others = list[list[np.ndarray]]([] for _ in self.packing.parts[1:])
+        later = list[list[np.ndarray]]([] for _ in self.packing.parts[1:])
         for codes, *arrays in self._strips():
-            for array, pieces in zip(arrays, others, strict=True):
+            for array, pieces in zip(arrays, later, strict=True):
                 pieces.append(array.view(np.uint8))
             yield codes.view(np.uint8)
         if self.nested:
-            others = [[part] for part in self.nested.again(np.concatenate(others[0]).view(np.float32))]
-        self.ready = dict(enumerate(others, 1))
+            later = [[part] for part in self.nested.again(np.concatenate(later[0]).view(np.float32))]
+        self.ready = dict(enumerate(later, 1))
 
     def _strips(self) -> Iterator[tuple[np.ndarray, ...]]:
         """The parts of some rows after another."""

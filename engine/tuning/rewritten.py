@@ -97,7 +97,7 @@ def rewritten(source: Source, entries: Mapping[str, Entries], made: Mapping[str,
         plain = {name for name, t in source.tensors.items() if name in new and t.dtype == new[name].dtype}
         tensors |= {name: t for name, t in new.items() if name in made or name in plain}
     written = {name for file in entries.values() for name, _, _ in file}
-    kept = {name: t for name, t in source.tensors.items() if name in written or not t.file}
+    remaining = {name: t for name, t in source.tensors.items() if name in written or not t.file}
     return Rewritten(
-        source.folder, source.files, kept | tensors, source.auxiliary, source, made, entries, headers, places
+        source.folder, source.files, remaining | tensors, source.auxiliary, source, made, entries, headers, places
     )

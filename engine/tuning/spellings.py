@@ -35,34 +35,34 @@ def short(name: str) -> str:
     return name.removeprefix(PREFIX).replace(".default.weight", ".weight")
 
 
-def spelled(cfg: ModelConfig, stored: Iterable[str], where: str) -> tuple[list[tuple[str, str]], Spelling]:
+def spelled(cfg: ModelConfig, stored: Iterable[str], file: str) -> tuple[list[tuple[str, str]], Spelling]:
     """((name by transformers' modules without peft's prefix, name in the file) of each tensor, the adapter's spelling).
 
     An adapter may have been made with the class of the language model alone, that of the multimodal model around it, or
     an older one. All of them compute the same. Raises InputError about the file `where` if it mixes them.
     """
-    here, names, bases = cfg.names.module(cfg.names.block).partition("layers.")[0], list[tuple[str, str]](), set[str]()
+    stem, names, bases = cfg.names.module(cfg.names.block).partition("layers.")[0], list[tuple[str, str]](), set[str]()
     for inside in stored:
         name = short(inside)
         name = name if SINGLE.search(name) else cfg.names.module(name)  # which may be as in released files
-        for base in _BASES if here in _BASES else ():
+        for base in _BASES if stem in _BASES else ():
             if name.startswith(tuple(base + part for part in _PARTS)):
                 bases.add(base)
-                name = here + name.removeprefix(base)
+                name = stem + name.removeprefix(base)
                 break
-        if here in _BASES and name.startswith(_OUTER_HEAD):
+        if stem in _BASES and name.startswith(_OUTER_HEAD):
             name = name.removeprefix("language_model.")
         names.append((name, inside))
     if len(bases) > 1:
         first, second = (f"{base}layers" for base in sorted(bases)[:2])
-        raise InputError(f"{where} names modules in two ways, {first} and {second}. Save it again with peft.")
-    return names, Spelling(here, next(iter(bases), here))
+        raise InputError(f"{file} names modules in two ways, {first} and {second}. Save it again with peft.")
+    return names, Spelling(stem, next(iter(bases), stem))
 
 
 def by_expert(cfg: ModelConfig) -> ModelConfig:
     """`cfg` with the experts one by one in files, as transformers 4 has modules of them; `cfg` if it never had."""
     if cfg.experts is None or cfg.names.mlp.experts_in_out:
         return cfg
-    own = cfg.family.names.mlp
-    released = renamed(cfg, lambda names: replace(names, single=own.single, stacked=own.stacked))
+    original = cfg.family.names.mlp
+    released = renamed(cfg, lambda names: replace(names, single=original.single, stacked=original.stacked))
     return released if released.names.mlp.single else renamed(released, one_by_one)
