@@ -80,7 +80,7 @@ class Geometry:
     @cached_property
     def alike(self) -> tuple[int, ...]:
         """For each unit the first unit that is like it."""
-        return shapes.alike(self.cfg)
+        return shapes.representatives(self.cfg)
 
     @cached_property
     def slices(self) -> tuple[tuple[int, range], ...]:
@@ -136,7 +136,7 @@ class Geometry:
     @cached_property
     def decoded(self) -> tuple[Layout, ...]:
         """Layouts of what a pass makes from each unit's weights: decoded packed matrices, and fp8 codes."""
-        made = (narrow.made_groups(self.cfg, u) for u in range(self.n_units))
+        made = (narrow.derived_groups(self.cfg, u) for u in range(self.n_units))
         return tuple(pack(groups, self.dtype, dtypes) for groups, dtypes in made)
 
     @cached_property

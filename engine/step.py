@@ -64,7 +64,7 @@ def train_step(
     comparison = Comparison(preference, docs, e.plan.host) if preference else None
     if not trained:
         raise InputError(f"step {step}: none of its tokens has a label. Leave rows without labels out of the data.")
-    if comparison and comparison.of.method == "kto":
+    if comparison and comparison.preference.method == "kto":
         measure = partial(comparison.measure, evaluate(e, [mb.kl for mb in batch if mb.kl]), e.gradients.gather)
         e.queues.run(numbered("compute", e.gpu(e.geo.head)), "other", "divergence", measure)
     _forward(e, batch, train=True)

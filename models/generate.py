@@ -174,7 +174,7 @@ def _logits(cfg: ModelConfig, units: Units, ids: Tensor, rows: Mapping[torch.dev
                     shaped = shapes.passed_shapes(cfg, len(x))
                     passed = {name: torch.empty(s, dtype=DTYPE[d], device=device) for name, (s, d) in shaped.items()}
                 model.forward(cfg, u, w, x, rows[device], {}, out, attend, passed)
-                x, out = (out, x) if part is None or part.last == part.of else (x, out)
+                x, out = (out, x) if part is None or part.last == part.total else (x, out)
             else:
                 last = x[rows[device].docs.cu_seqlens[1:].long() - 1]
                 y = head.final_norm(cfg, w, last)[0]

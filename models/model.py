@@ -86,7 +86,7 @@ def weights(cfg: ModelConfig, u: int, views: dict[str, Tensor], part: range | No
 
 
 def make_codes(cfg: ModelConfig, u: int, views: dict[str, Tensor], out: dict[str, Tensor], backward: bool) -> None:
-    """Fills `out`, views of narrow.made_groups, before a pass over unit u: decoded matrices, and codes for fp8.
+    """Fills `out`, views of narrow.derived_groups, before a pass over unit u: decoded matrices, and codes for fp8.
 
     `views` are the unit's stored tensors; `backward` says which pass, and so in which orders codes are read.
     """

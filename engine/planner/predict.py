@@ -82,7 +82,7 @@ class Batch:
 
     def pairs(self, cfg: ModelConfig, u: int) -> int:
         """(query, key) pairs of a micro-batch in the attention of unit u: the mean of units like it."""
-        kinds = shapes.alike(cfg)
+        kinds = shapes.representatives(cfg)
         layers = [unit for v, (_, unit) in enumerate(cfg.units, 1) if kinds[v] == kinds[u]]
         return costs.layer_pairs(layers, self.lengths) if layers else 0
 
@@ -294,7 +294,7 @@ def kernels_of(cfg: ModelConfig, plan: Plan, batch: Batch, kind: Kind, u: int | 
         forward, backward = work_of(cfg, plan, batch, u)
         return (forward if kind == "forward" else backward).launches
     if kind == "decode" and u is not None and cfg.lora and cfg.lora.aware:
-        return measure.rounding(cfg, shapes.alike(cfg)[u], ITEMSIZE[plan.dtype]).launches
+        return measure.rounding(cfg, shapes.representatives(cfg)[u], ITEMSIZE[plan.dtype]).launches
     if kind == "decode" and cfg.fp8:
         return 2 * FP8_LAYERS / len(shapes.inner_kinds(cfg))
     return KERNELS.get(kind, 1) / (len(shapes.inner_kinds(cfg)) if kind == "finish" else 1)

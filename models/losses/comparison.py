@@ -23,7 +23,7 @@ Gather = Callable[[Sequence[Tensor]], object]  # given a list of tensors by host
 class Comparison:
     """A step's comparison, on the CPU in fp64: its sums are equal on every host and placement."""
 
-    of: Preference
+    preference: Preference
     docs: Sequence[Sequence[Documents]]  # of each host's micro-batches
     host: int = 0  # this one
     kl: float | None = None  # of kto
@@ -32,35 +32,35 @@ class Comparison:
 
     def factors(self, b: int, losses: Tensor) -> Tensor:
         """(N,) fp32 of micro-batch b's losses by token, which are (N,) fp32; zero on a host without documents."""
-        if not (of_host := self.docs[self.host]):
+        if not (batches := self.docs[self.host]):
             return torch.zeros_like(losses)
-        trained = slice(None, None, 2 if self.of.method == "kto" else 1)  # of kto's pairs the answers
-        docs = of_host[b].chosen(trained)
+        trained = slice(None, None, 2 if self.preference.method == "kto" else 1)  # of kto's pairs the answers
+        docs = batches[b].chosen(trained)
         self._keep(b, trained, docs, losses)
-        slopes = compare(self.of, of_host[b], self.logps[b], self.kl).slopes[trained]
+        slopes = compare(self.preference, batches[b], self.logps[b], self.kl).slopes[trained]
         return torch.from_numpy(np.repeat(-slopes, docs.lengths).astype(np.float32)).to(losses.device)
 
     def measure(self, losses: Sequence[Tensor], gather: Gather) -> None:
         """Sets `kl`, from losses of the counterparts of all answers, before the step."""
         counterparts = slice(1, None, 2)
-        for b, (docs, of) in enumerate(zip(self.docs[self.host], losses, strict=False)):
-            self._keep(b, counterparts, docs.chosen(counterparts), of)
-        self.kl = compare(self.of, *self._all(gather)).kl
+        for b, (docs, token_losses) in enumerate(zip(self.docs[self.host], losses, strict=False)):
+            self._keep(b, counterparts, docs.chosen(counterparts), token_losses)
+        self.kl = compare(self.preference, *self._all(gather)).kl
 
-    def _keep(self, b: int, which: slice, docs: Documents, losses: Tensor) -> None:
+    def _keep(self, b: int, selection: slice, docs: Documents, losses: Tensor) -> None:
         """Sets logps of some documents of micro-batch b from the losses of their tokens."""
         self.logps.setdefault(b, np.zeros(len(self.docs[self.host][b].lengths)))
-        self.logps[b][which] = docs.sums(losses.cpu().numpy())
+        self.logps[b][selection] = docs.sums(losses.cpu().numpy())
 
     def conclude(self, gather: Gather) -> list[Tensor]:
         """Fills `metrics`. Returns on host 0 the pairs' losses times their weights, (P,) float64."""
-        compared = compare(self.of, *self._all(gather), self.kl)
+        compared = compare(self.preference, *self._all(gather), self.kl)
         self.metrics = compared.metrics()
         return [] if self.host else [torch.from_numpy(compared.weights * compared.losses)]
 
     def _all(self, gather: Gather) -> tuple[Documents, np.ndarray]:
-        logps = [torch.empty(sum(len(docs.lengths) for docs in of), dtype=torch.float64) for of in self.docs]
+        logps = [torch.empty(sum(len(docs.lengths) for docs in batches), dtype=torch.float64) for batches in self.docs]
         if self.logps:
             logps[self.host] = torch.from_numpy(np.concatenate([self.logps[b] for b in sorted(self.logps)]))
         gather(logps)
-        return joined([docs for of in self.docs for docs in of]), torch.cat(logps).numpy()
+        return joined([docs for batches in self.docs for docs in batches]), torch.cat(logps).numpy()

@@ -46,7 +46,7 @@ class MicroBatch:
         starts, ends = np.cumsum((0, *self.lengths[:-1])), np.cumsum(self.lengths)
         halves = []
         for first in (0, 1):
-            at = np.concatenate([np.arange(*span) for span in zip(starts[first::2], ends[first::2], strict=True)])
+            index = np.concatenate([np.arange(*span) for span in zip(starts[first::2], ends[first::2], strict=True)])
             weights, reference = (None if t is None else t[first::2] for t in (self.weights, self.reference))
-            halves.append(MicroBatch(self.ids[at], self.labels[at], self.lengths[first::2], weights, reference))
+            halves.append(MicroBatch(self.ids[index], self.labels[index], self.lengths[first::2], weights, reference))
         return halves[0], halves[1]

@@ -46,8 +46,8 @@ class Documents(NamedTuple):
     weights: np.ndarray  # (2P,) float64; of kto's undesirable answers below 0
     reference: np.ndarray  # (2P,) float64: logps; 0 where there is none. Of rewards a pair's first: its margin
 
-    def chosen(self, which: slice) -> Documents:
-        return Documents(*(values[which] for values in self))
+    def chosen(self, selection: slice) -> Documents:
+        return Documents(*(values[selection] for values in self))
 
     @property
     def pairs(self) -> np.ndarray:
@@ -82,13 +82,13 @@ class Compared(NamedTuple):
     def metrics(self) -> dict[str, float]:
         """Means over the step by TRL's names. A side (chosen, rejected) without documents is left out."""
         if self.scored:
-            good, bad, some = self.rewards[::2], self.rewards[1::2], self.rewards
-            extent = {"min_reward": some.min(), "mean_reward": some.mean(), "max_reward": some.max()}
+            good, bad, rewards = self.rewards[::2], self.rewards[1::2], self.rewards
+            extent = {"min_reward": rewards.min(), "mean_reward": rewards.mean(), "max_reward": rewards.max()}
             means = extent | {"accuracy": (good > bad).mean(), "margin": (good - bad).mean()}
             return {name: float(value) for name, value in means.items()}
         means, sides = dict[str, float](), {"chosen": self.chosen, "rejected": self.rejected}
-        for what, values in (("rewards", self.rewards), ("logps", self.logps)):
-            means |= {f"{what}/{side}": float(values[which].mean()) for side, which in sides.items() if which.any()}
+        for name, values in (("rewards", self.rewards), ("logps", self.logps)):
+            means |= {f"{name}/{side}": float(values[mask].mean()) for side, mask in sides.items() if mask.any()}
         if self.kl is None:
             means["rewards/accuracies"] = float((self.rewards[::2] > self.rewards[1::2]).mean())
         else:
@@ -98,7 +98,7 @@ class Compared(NamedTuple):
         return means
 
 
-def compare(of: Preference, docs: Documents, logps: np.ndarray, kl: float | None = None) -> Compared:
+def compare(pref: Preference, docs: Documents, logps: np.ndarray, kl: float | None = None) -> Compared:
     """Losses and derivatives of pairs. logps (2P,) float64. `kl`: of kto's whole step; None: of these pairs.
 
     Formulas and defaults as in TRL; sources: DPO (Rafailov et al. 2023, arXiv:2305.18290) with label smoothing
@@ -107,57 +107,57 @@ def compare(of: Preference, docs: Documents, logps: np.ndarray, kl: float | None
     arXiv:2405.14734), KTO (Ethayarajh et al. 2024, arXiv:2402.01306), rewards as of Bradley and Terry with a margin
     (Touvron et al. 2023, arXiv:2307.09288) and centered (Eisenstein et al. 2023, arXiv:2312.09244).
     """
-    if of.method == "kto":
-        return _kto(of, docs, logps, kl)
-    if of.method == "reward":
-        return _rewards(of, docs, logps)
-    lengths = docs.trained if of.method != "dpo" else np.ones(len(logps))
-    values = (logps - docs.reference if of.compares else logps) / lengths
+    if pref.method == "kto":
+        return _kto(pref, docs, logps, kl)
+    if pref.method == "reward":
+        return _rewards(pref, docs, logps)
+    lengths = docs.trained if pref.method != "dpo" else np.ones(len(logps))
+    values = (logps - docs.reference if pref.compares else logps) / lengths
     good, bad = values[::2], values[1::2]
-    if of.method == "orpo":
-        losses, by_good, by_bad = _orpo(of, good, bad)
-    elif of.method == "ipo":
-        above = good - bad - 1 / (2 * of.beta)
+    if pref.method == "orpo":
+        losses, by_good, by_bad = _orpo(pref, good, bad)
+    elif pref.method == "ipo":
+        above = good - bad - 1 / (2 * pref.beta)
         losses, by_good, by_bad = above**2, 2 * above, -2 * above
     else:
-        z = of.beta * (good - bad) - (of.simpo_gamma if of.method == "simpo" else 0.0)
-        losses = -(1 - of.label_smoothing) * _log_sigma(z) - of.label_smoothing * _log_sigma(-z)
-        by_good = of.beta * (of.label_smoothing * _sigma(z) - (1 - of.label_smoothing) * _sigma(-z))
+        z = pref.beta * (good - bad) - (pref.simpo_gamma if pref.method == "simpo" else 0.0)
+        losses = -(1 - pref.label_smoothing) * _log_sigma(z) - pref.label_smoothing * _log_sigma(-z)
+        by_good = pref.beta * (pref.label_smoothing * _sigma(z) - (1 - pref.label_smoothing) * _sigma(-z))
         by_bad = -by_good
     slopes = np.stack([by_good, by_bad], 1).reshape(-1) / lengths * np.repeat(docs.pairs, 2)
     chosen = np.arange(len(logps)) % 2 == 0
-    if of.method == "ipo":  # TRL logs sums
-        return Compared(losses, slopes, chosen, ~chosen, of.beta * (logps - docs.reference), logps, docs.pairs)
-    return Compared(losses, slopes, chosen, ~chosen, of.beta * values, logps / lengths, docs.pairs)
+    if pref.method == "ipo":  # TRL logs sums
+        return Compared(losses, slopes, chosen, ~chosen, pref.beta * (logps - docs.reference), logps, docs.pairs)
+    return Compared(losses, slopes, chosen, ~chosen, pref.beta * values, logps / lengths, docs.pairs)
 
 
-def _orpo(of: Preference, good: np.ndarray, bad: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _orpo(pref: Preference, good: np.ndarray, bad: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """(losses, derivatives by the mean log-probability of either side)."""
     good, bad = np.minimum(good, SURE), np.minimum(bad, SURE)
     odds = good - np.log(-np.expm1(good)) - bad + np.log(-np.expm1(bad))
-    slope = of.beta * _sigma(-odds)
-    return -good - of.beta * _log_sigma(odds), -1 + slope / np.expm1(good), -slope / np.expm1(bad)
+    slope = pref.beta * _sigma(-odds)
+    return -good - pref.beta * _log_sigma(odds), -1 + slope / np.expm1(good), -slope / np.expm1(bad)
 
 
-def _kto(of: Preference, docs: Documents, logps: np.ndarray, kl: float | None) -> Compared:
+def _kto(pref: Preference, docs: Documents, logps: np.ndarray, kl: float | None) -> Compared:
     ratios = logps - docs.reference
     kl = max(0.0, float(ratios[1::2].mean())) if kl is None else kl
     answers, signs = ratios[::2], np.sign(docs.weights[::2])
-    weights = docs.pairs * np.where(signs > 0, of.desirable_weight, of.undesirable_weight)
-    value = _sigma(signs * of.beta * (answers - kl))
-    losses = np.where(signs > 0, of.desirable_weight, of.undesirable_weight) * (1 - value)
+    weights = docs.pairs * np.where(signs > 0, pref.desirable_weight, pref.undesirable_weight)
+    value = _sigma(signs * pref.beta * (answers - kl))
+    losses = np.where(signs > 0, pref.desirable_weight, pref.undesirable_weight) * (1 - value)
     slopes = np.zeros(len(logps))
-    slopes[::2] = -weights * signs * of.beta * value * (1 - value)
+    slopes[::2] = -weights * signs * pref.beta * value * (1 - value)
     chosen, rejected = np.zeros(len(logps), bool), np.zeros(len(logps), bool)
     chosen[::2], rejected[::2] = signs > 0, signs < 0
-    return Compared(losses, slopes, chosen, rejected, of.beta * ratios, logps, docs.pairs, kl)
+    return Compared(losses, slopes, chosen, rejected, pref.beta * ratios, logps, docs.pairs, kl)
 
 
-def _rewards(of: Preference, docs: Documents, scores: np.ndarray) -> Compared:
+def _rewards(pref: Preference, docs: Documents, scores: np.ndarray) -> Compared:
     good, bad = scores[::2], scores[1::2]
-    z, both = good - bad - docs.reference[::2], good + bad
-    losses = -_log_sigma(z) + of.center_rewards_coefficient * both**2
-    slope, centred = _sigma(-z), 2 * of.center_rewards_coefficient * both
+    z, total = good - bad - docs.reference[::2], good + bad
+    losses = -_log_sigma(z) + pref.center_rewards_coefficient * total**2
+    slope, centred = _sigma(-z), 2 * pref.center_rewards_coefficient * total
     slopes = np.stack([centred - slope, centred + slope], 1).reshape(-1) * np.repeat(docs.pairs, 2)
     chosen = np.arange(len(scores)) % 2 == 0
     return Compared(losses, slopes, chosen, ~chosen, scores, scores, docs.pairs, scored=True)

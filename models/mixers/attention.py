@@ -186,7 +186,7 @@ def _project(p: Pass, w: AttentionWeights, x: Tensor, out: Tensor | None = None,
     y, _ = norm_for(w.qkv, x, w.norm, copy)
     qkv = linear(y, w.qkv, out, x.dtype)
     if w.latent is not None:
-        latent.rotate_made_(p, w.latent, qkv)
+        latent.rotate_saved_(p, w.latent, qkv)
     elif w.spec.rotated_first:
         _rotate_(p, w.spec, qkv)
     return qkv
@@ -238,12 +238,12 @@ def _head_norm(x: Tensor, w: Norm | None) -> tuple[Tensor, Stats | None]:
 
 
 def _head_norm_backward_(
-    d_: Tensor, x: Tensor, w: Norm | None, stats: Stats | None, g: Norm | None = None, into: Tensor | None = None
+    d_: Tensor, x: Tensor, w: Norm | None, stats: Stats | None, g: Norm | None = None, out: Tensor | None = None
 ) -> None:
-    """Replaces d_ (N, heads, d), the gradient of the norm's result, by that of x, or stores it in `into` if given."""
+    """Replaces d_ (N, heads, d), the gradient of the norm's result, by that of x, or stores it in `out` if given."""
     if w is not None and stats is not None:
-        d_, x, into = (t.view(len(x), -1, len(w.weight)) for t in (d_, x, d_ if into is None else into))
-        ops.norm_bwd(d_, x, w.weight, stats, w.kind, into, if_trained(g.weight) if g else None)
+        d_, x, out = (t.view(len(x), -1, len(w.weight)) for t in (d_, x, d_ if out is None else out))
+        ops.norm_bwd(d_, x, w.weight, stats, w.kind, out, if_trained(g.weight) if g else None)
 
 
 def _attend(
@@ -261,8 +261,8 @@ def _split(p: Pass, spec: Attention, qkv: Tensor) -> list[Tensor]:
     """Views: q (N, H, d), k (N, K, d) and v (N, K, e)."""
     if p.layer.mixer_names.by_head:
         return list(qkv.view(qkv.shape[0], spec.heads, 3, spec.dim).unbind(2))
-    q, *others = qkv.split(spec.parts, 1)
-    k, v = (others[i].unflatten(1, (spec.kv_heads, -1)) for i in (0, spec.values != "keys"))
+    q, *kv = qkv.split(spec.parts, 1)
+    k, v = (kv[i].unflatten(1, (spec.kv_heads, -1)) for i in (0, spec.values != "keys"))
     return [q.unflatten(1, (spec.heads, -1))[..., : spec.dim], k, v]
 
 

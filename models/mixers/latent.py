@@ -53,7 +53,7 @@ def weights(read: Reader, spec: Attention, latent: Latent) -> LatentWeights:
     return LatentWeights(spec, latent, before, read.linear(names.kv_b), *queries)
 
 
-def rotate_made_(p: Pass, w: LatentWeights, qkv_: Tensor, inverse: bool = False) -> None:
+def rotate_saved_(p: Pass, w: LatentWeights, qkv_: Tensor, inverse: bool = False) -> None:
     """Rotates the parts of qkv (N, Q + R + d - n) that are saved rotated: s, and queries that have no latent."""
     first, _, shared = _split(w, qkv_)
     rotation = p.rows.rotation(w.spec)
@@ -63,7 +63,7 @@ def rotate_made_(p: Pass, w: LatentWeights, qkv_: Tensor, inverse: bool = False)
 
 
 def heads(p: Pass, w: LatentWeights, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """(q (N, H, d), k (N, H, d), v (N, H, e)), rotated, from a qkv that rotate_made_ has rotated."""
+    """(q (N, H, d), k (N, H, d), v (N, H, e)), rotated, from a qkv that rotate_saved_ has rotated."""
     first, latent, shared = _split(w, qkv)
     n, by_head = w.latent.nope, (w.spec.heads, -1)
     if w.q_b is None:
@@ -87,7 +87,7 @@ def gradients(w: LatentWeights, dqkv: Tensor) -> LatentGradients:
 
 
 def backward(p: Pass, w: LatentWeights, g: LatentWeights, qkv: Tensor, d: LatentGradients, dqkv: Tensor) -> None:
-    """Fills dqkv, the gradient of qkv before rotate_made_, given those of heads, d; adds to g."""
+    """Fills dqkv, the gradient of qkv before rotate_saved_, given those of heads, d; adds to g."""
     first, latent, _ = _split(w, qkv)
     d_first, d_latent, d_shared = _split(w, dqkv)
     n = w.latent.nope
@@ -99,7 +99,7 @@ def backward(p: Pass, w: LatentWeights, g: LatentWeights, qkv: Tensor, d: Latent
     if w.q_b is not None and g.q_b is not None:
         _rotate_queries_(p, w, d_q, inverse=True)
         _latent_backward(first, w.q_norm, g.q_norm, w.q_b, g.q_b, d_q.flatten(1), d_first)
-    rotate_made_(p, w, dqkv, inverse=True)
+    rotate_saved_(p, w, dqkv, inverse=True)
 
 
 def _split(w: LatentWeights, qkv: Tensor) -> list[Tensor]:

@@ -60,11 +60,11 @@ class ExpertWeights(NamedTuple):
 
     @property
     def ends(self) -> bool:
-        return self.part is None or self.part.last == self.part.of
+        return self.part is None or self.part.last == self.part.total
 
-    def of_part(self, part: Slice | None, fp8: bool = False) -> ExpertWeights:
+    def sliced(self, part: Slice | None, fp8: bool = False) -> ExpertWeights:
         """These weights with biases and adapters of the experts of `part` alone, and with GEMMs in fp8 or not."""
-        return self._replace(up=self.up.of_part(part, fp8), down=self.down.of_part(part, fp8), part=part)
+        return self._replace(up=self.up.sliced(part, fp8), down=self.down.sliced(part, fp8), part=part)
 
 
 Passed = dict[str, Tensor]  # by the names of shapes.passed_shapes
@@ -72,12 +72,12 @@ Passed = dict[str, Tensor]  # by the names of shapes.passed_shapes
 
 def weights(read: Reader, spec: Experts) -> ExpertWeights:
     names = read.layer.mlp_names
-    of_shared = mlp.weights(read, one) if (one := shared_of(spec)) else None
+    shared_mlp = mlp.weights(read, shared) if (shared := shared_of(spec)) else None
     post = read.norm(names.post_experts if len(read.layer.mlps) > 1 else names.post, read.layer.post_eps)
     latent_in, latent_out = (read.linear(name) if spec.latent else None for name in (names.latent_in, names.latent_out))
     return ExpertWeights(
         spec, read.norm(names.norm_experts or names.norm), router.weights(read, spec), grouped(read, GATE_UP),
-        grouped(read, DOWN), of_shared, latent_in, latent_out, post,
+        grouped(read, DOWN), shared_mlp, latent_in, latent_out, post,
     )  # fmt: skip
 
 
@@ -89,43 +89,43 @@ def forward(p: Pass, w: ExpertWeights, x: Tensor, out: Tensor, onto: Tensor, pas
     y, _ = norm(x, w.norm)
     if w.ends and w.post is None:
         onto = _add_shared(p, w, y, out, onto)
-    routes = _routes(w, _read(w, x, y)[0], passed)
+    routes = _routes(w, _router_input(w, x, y)[0], passed)
     if load is not None and w.begins:
         load.add(p.number, routes.order, routes.logits)
-    at, order = w.of_part(w.part, experts_in_fp8(p.cfg, p.layer, len(x))), _within(routes.order, w.part)
+    w_part, order = w.sliced(w.part, experts_in_fp8(p.cfg, p.layer, len(x))), _slice_order(routes.order, w.part)
     z = y if w.latent_in is None else linear(y, w.latent_in)
-    gate_up = grouped_linear(z, at.up, order, k, saved.get(up_name(w.spec)))
+    gate_up = grouped_linear(z, w_part.up, order, k, saved.get(up_name(w.spec)))
     del z
     act = ops.act_fwd(gate_up, _act(w.spec))
     del gate_up
     if w.post is not None:
-        add_normed(w.post, w.spec.factor, onto, _total(p, at, act, y, routes), out)
+        add_normed(w.post, w.spec.factor, onto, _total(p, w_part, act, y, routes), out)
         return
     del y
     if w.latent_out is None:
-        _sum(at, act, routes.weights, order, onto if w.ends else None, *_sums(w, order, passed, out))
+        _sum(w_part, act, routes.weights, order, onto if w.ends else None, *_sums(w, order, passed, out))
         return
-    total = _sum(at, act, routes.weights, order, None, saved.get("latent_sum"))
+    total = _sum(w_part, act, routes.weights, order, None, saved.get("latent_sum"))
     del act
     torch.add(onto, linear(total, w.latent_out), out=out)
 
 
-def _read(w: ExpertWeights, x: Tensor, y: Tensor) -> tuple[Tensor, Stats | None]:
+def _router_input(w: ExpertWeights, x: Tensor, y: Tensor) -> tuple[Tensor, Stats | None]:
     """What the router reads: y, or x by its own norm."""
     return (y, None) if w.router.norm is None else norm(x, w.router.norm)
 
 
-def _sum(w: ExpertWeights, act: Tensor, weights: Tensor, order: ops.Order, *into: Tensor | None) -> Tensor:
-    """Each token's weighted sum, (N, D) or (N, L); `into`: residual, out, carry and among of ops.combine."""
-    return ops.combine(grouped_linear(act, w.down, order), order, w.spec.chosen, weights, *into)
+def _sum(w: ExpertWeights, act: Tensor, weights: Tensor, order: ops.Order, *buffers: Tensor | None) -> Tensor:
+    """Each token's weighted sum, (N, D) or (N, L); `buffers`: residual, out, carry and among of ops.combine."""
+    return ops.combine(grouped_linear(act, w.down, order), order, w.spec.chosen, weights, *buffers)
 
 
 def _total(p: Pass, w: ExpertWeights, act: Tensor, y: Tensor, routes: Routes) -> Tensor:
     """The input of the norm behind the experts, (N, D): their sum, with the shared one's result; saved if it can be."""
-    beside = None if w.shared is None else torch.zeros_like(y)
-    if beside is not None:
-        _add_shared(p, w, y, beside, beside)
-    return _sum(w, act, routes.weights, routes.order, beside, p.saved.get("mlp_branch"))
+    shared = None if w.shared is None else torch.zeros_like(y)
+    if shared is not None:
+        _add_shared(p, w, y, shared, shared)
+    return _sum(w, act, routes.weights, routes.order, shared, p.saved.get("mlp_branch"))
 
 
 def _add_shared(p: Pass, w: ExpertWeights, y: Tensor, out: Tensor, onto: Tensor) -> Tensor:
@@ -152,7 +152,7 @@ def _routes(w: ExpertWeights, y: Tensor, passed: Passed | None) -> Routes:
     return Routes(y[:0], passed["weights"], experts, ops.sort_pairs(experts, w.spec.count))
 
 
-def _within(order: ops.Order, part: Slice | None) -> ops.Order:
+def _slice_order(order: ops.Order, part: Slice | None) -> ops.Order:
     """`order` with the starts of a slice's experts alone."""
     return order if part is None else order._replace(starts=order.starts[part.first : part.last + 1], sliced=True)
 
@@ -183,11 +183,11 @@ def backward(
     """
     spec, name = w.spec, up_name(w.spec)
     y, stats = norm(x, w.norm)
-    read, read_stats = _read(w, x, y)
+    read, read_stats = _router_input(w, x, y)
     routes = route(w.router, read) if w.ends else _routes(w, read, passed)
-    whole, whole_g = w, g
-    w, g = w.of_part(w.part, experts_in_fp8(p.cfg, p.layer, len(x))), g.of_part(w.part)
-    order, k = _within(routes.order, w.part), spec.chosen
+    full_w, full_g = w, g
+    w, g = w.sliced(w.part, experts_in_fp8(p.cfg, p.layer, len(x))), g.sliced(w.part)
+    order, k = _slice_order(routes.order, w.part), spec.chosen
     z = y if w.latent_in is None else linear(y, w.latent_in)
     gate_up = p.saved[name] if name in p.saved else grouped_linear(z, w.up, order, k)
     d_sum = _sum_backward(p, w, g, routes, gate_up, y, dy)
@@ -204,10 +204,10 @@ def backward(
     del z, d_gate_up, d_up
     d_norm = ops.combine(d_rows, order, k, None, None, *_sums(w, order, passed, None))
     del d_rows
-    d_weights = _of_all(w, routes, d_weights, passed)
+    d_weights = _merge_d_weights(w, routes, d_weights, passed)
     if not w.ends:
         return d_norm
-    _down_bias_gradients_(whole.down, whole_g.down, routes, d_weights, dy)
+    _down_bias_gradients_(full_w.down, full_g.down, routes, d_weights, dy)
     if w.latent_in is not None and g.latent_in is not None:
         d_in = upstream(d_norm, w.latent_in, g.latent_in)
         add_gradients_(g.latent_in, w.latent_in, y, d_in)
@@ -244,12 +244,12 @@ def _sum_backward(
     return linear_backward(d_out, w.latent_out)
 
 
-def _of_all(w: ExpertWeights, routes: Routes, d_weights: Tensor, passed: Passed | None) -> Tensor:
+def _merge_d_weights(w: ExpertWeights, routes: Routes, d_weights: Tensor, passed: Passed | None) -> Tensor:
     """The gradients of weights (N, k) of this slice's experts, merged with those of the slices before."""
     if w.part is None or passed is None:
         return d_weights
-    mine = (routes.experts >= w.part.first) & (routes.experts < w.part.last)
-    return torch.where(mine, d_weights, d_weights if w.begins else passed["d_weights"], out=passed["d_weights"])
+    mask = (routes.experts >= w.part.first) & (routes.experts < w.part.last)
+    return torch.where(mask, d_weights, d_weights if w.begins else passed["d_weights"], out=passed["d_weights"])
 
 
 def _down_bias_gradients_(w: Grouped, g: Grouped, routes: Routes, d_weights_: Tensor, dy: Tensor) -> None:

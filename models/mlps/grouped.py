@@ -23,11 +23,11 @@ from trireme.models.sizes.groups import expert_shape
 
 
 class Slice(NamedTuple):
-    """The experts [first, last) of the `of` experts of a layer."""
+    """The experts [first, last) of the `total` experts of a layer."""
 
     first: int
     last: int
-    of: int
+    total: int
 
 
 class Sliced(NamedTuple):
@@ -36,7 +36,7 @@ class Sliced(NamedTuple):
     packing: Packing
     parts: tuple[Tensor, ...]  # of all experts, by expert
     shape: tuple[int, int]  # of a decoded matrix
-    turned: bool  # that is (out, in), not (in, out)
+    out_in: bool  # that is (out, in), not (in, out)
     at_once: int  # experts of a slice
 
 
@@ -46,15 +46,15 @@ class Grouped(NamedTuple):
     matrices: Tensor | Sliced  # (E, in, out), perhaps a transposed view
     bias: Tensor | None  # (E, out)
     adapters: Stacked | None
-    fp8: bool = False  # whether GEMMs with the matrices are in fp8, but for their gradients; set by `of_part`
+    fp8: bool = False  # whether GEMMs with the matrices are in fp8, but for their gradients; set by `sliced`
 
-    def of_part(self, part: Slice | None, fp8: bool) -> Grouped:
+    def sliced(self, part: Slice | None, fp8: bool) -> Grouped:
         """This layer, which has the matrices of `part`, with biases and adapters of these experts alone."""
         if part is None:
             return self._replace(fp8=fp8)
-        at = slice(part.first, part.last)
-        bias = None if self.bias is None else self.bias[at]
-        adapters = self.adapters and self.adapters._replace(a=self.adapters.a[at], b=self.adapters.b[at])
+        experts = slice(part.first, part.last)
+        bias = None if self.bias is None else self.bias[experts]
+        adapters = self.adapters and self.adapters._replace(a=self.adapters.a[experts], b=self.adapters.b[experts])
         return self._replace(bias=bias, adapters=adapters, fp8=fp8)
 
 
@@ -86,7 +86,7 @@ def grouped_linear(x: Tensor, w: Grouped, order: ops.Order, k: int = 0, out: Ten
 
 def grouped_backward(dy: Tensor, w: Grouped, order: ops.Order, k: int = 0) -> tuple[Tensor, Tensor | None]:
     """(gradient of x by sorted row (P, in); with adapters that of x A^T (P, R)), given that of the result."""
-    dx = _product(dy, w, order, k, back=True)
+    dx = _product(dy, w, order, k, transpose=True)
     if w.adapters is None:
         return dx, None
     dh = w.adapters.down_gradient(dy, order, k)
@@ -114,9 +114,9 @@ def _product(
     k: int,
     out: Tensor | None = None,
     bias: Tensor | None = None,
-    back: bool = False,
+    transpose: bool = False,
 ) -> Tensor:
-    """As ops.grouped_mm, with `back` by the transposed matrices. Of Sliced, w.at_once experts are decoded at a time,
+    """As ops.grouped_mm, with `transpose` by transposed matrices. Of Sliced, w.at_once experts are decoded at a time,
     with their adapters in them if these are `merged`.
 
     In fp8 each row and each expert's matrix is quantized by its own largest value. A sorted row is multiplied by
@@ -124,19 +124,19 @@ def _product(
     """
     codes, stack = ops.quantize_rows(x) if w.fp8 else None, w.matrices
     if isinstance(stack, Tensor):
-        return _grouped_mm(x, codes, stack.mT if back else stack, order, k, out, bias)
+        return _grouped_mm(x, codes, stack.mT if transpose else stack, order, k, out, bias)
     experts = len(order.starts) - 1
-    out = x.new_empty((len(order.pair), stack.shape[stack.turned == back])) if out is None else out
-    made = torch.empty((min(stack.at_once, experts), *stack.shape), dtype=x.dtype, device=x.device)
+    out = x.new_empty((len(order.pair), stack.shape[stack.out_in == transpose])) if out is None else out
+    buffer = torch.empty((min(stack.at_once, experts), *stack.shape), dtype=x.dtype, device=x.device)
     for a in range(0, experts, stack.at_once):
         b = min(a + stack.at_once, experts)
-        parts, into = [_of(part, a, b, experts) for part in stack.parts], made[: b - a]
+        parts, target = [_expert_rows(part, a, b, experts) for part in stack.parts], buffer[: b - a]
         if w.adapters is not None and w.adapters.merged:
             pair = w.adapters.a[a:b], w.adapters.b[a:b]
-            matrices = decode_sum(stack.packing, parts, *pair, w.adapters.scale, into, stack.turned)
+            matrices = decode_sum(stack.packing, parts, *pair, w.adapters.scale, target, stack.out_in)
         else:
-            matrices = decode(stack.packing, parts, into)
-        matrices = matrices.mT if stack.turned != back else matrices
+            matrices = decode(stack.packing, parts, target)
+        matrices = matrices.mT if stack.out_in != transpose else matrices
         rows = order._replace(starts=order.starts[a : b + 1])
         _grouped_mm(x, codes, matrices, rows, k, out, None if bias is None else bias[a:b])
     return out
@@ -159,7 +159,7 @@ def _grouped_mm(
     return ops.grouped_mm(codes[0], matrices.mT, order, k, out, bias, (codes[1], scales))
 
 
-def _of(part: Tensor, a: int, b: int, experts: int) -> Tensor:
+def _expert_rows(part: Tensor, a: int, b: int, experts: int) -> Tensor:
     """The rows of a part that belong to experts [a, b); an expert may have several, as gate and up do."""
     per_expert = len(part) // experts
     return part[a * per_expert : b * per_expert]

@@ -84,9 +84,9 @@ def backward(p: Pass, w: MlpWeights, g: MlpWeights, x: Tensor, dy: Tensor, dx: T
     A saved gate_up, fc or shared_up is overwritten by its gradient, and so is `onto` by that of a shared expert's gate.
     """
     name, down = up_name(w.spec), w.down.linear
-    again = name not in p.saved
-    y, stats = norm_for(w.up, x, w.norm, forward=again, backward=trained(g.up.weight))
-    up = _project(w, y, None, x.dtype) if again else p.saved[name]
+    recompute = name not in p.saved
+    y, stats = norm_for(w.up, x, w.norm, forward=recompute, backward=trained(g.up.weight))
+    up = _project(w, y, None, x.dtype) if recompute else p.saved[name]
     y = columns_alone(y)
     shares = _shares(w, x) if w.spec.shared else None
     d_down = upstream(_branch_backward(p, w, g, dy, up), down, g.down.linear)
@@ -153,8 +153,8 @@ def _branch_backward(p: Pass, w: MlpWeights, g: MlpWeights, dy: Tensor, up: Tens
 
 def _activation(w: MlpWeights, up: Tensor) -> Operand:
     if w.spec.gated and w.down.linear.takes_codes:
-        act = ops.act_fwd(up, _act(w.spec), most_=(most := ops.new_maxima(up)))
-        return ops.quantize(act, most=most)
+        act = ops.act_fwd(up, _act(w.spec), most_=(maxima := ops.new_maxima(up)))
+        return ops.quantize(act, most=maxima)
     return ops.act_fwd(up, _act(w.spec), w.gelu_bias)
 
 

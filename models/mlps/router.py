@@ -42,8 +42,8 @@ class Routes(NamedTuple):
 
 def rule(spec: Experts) -> ops.Rule:
     """How the router's logits become weights."""
-    of_groups = spec.groups, spec.kept, spec.two
-    return ops.Rule(spec.chosen, spec.renormalise, spec.sigmoid, spec.scale, *of_groups, spec.raw)
+    groups = spec.groups, spec.kept, spec.two
+    return ops.Rule(spec.chosen, spec.renormalise, spec.sigmoid, spec.scale, *groups, spec.raw)
 
 
 def weights(read: Reader, spec: Experts) -> RouterWeights:

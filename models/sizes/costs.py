@@ -70,9 +70,9 @@ def _multiplied(cfg: ModelConfig, u: int) -> tuple[int, int]:
     count = lambda group: sum(
         round(prod(shape) * share(name, shape)) for name, shape in group if len(shape) > 1 and not name.endswith(conv)
     )
-    every = sum(count(group) for group in weight_groups(cfg, u))
+    total = sum(count(group) for group in weight_groups(cfg, u))
     trained = [group for part in trained_parts(cfg, u) for group in part]
-    return every, sum(count(group) * (3 if ".lora_" in group[0][0] else 1) for group in trained)
+    return total, sum(count(group) * (3 if ".lora_" in group[0][0] else 1) for group in trained)
 
 
 def model_flops(cfg: ModelConfig, tokens: int, pairs: int) -> int:
@@ -83,6 +83,6 @@ def model_flops(cfg: ModelConfig, tokens: int, pairs: int) -> int:
     """
     output = 0 if cfg.scores else cfg.vocab * cfg.width  # a score head reads a token of each document
     multiplied = [_multiplied(cfg, u) for u in range(1, cfg.n_units - 1)]
-    matrices = sum(every for every, _ in multiplied) + output
+    matrices = sum(total for total, _ in multiplied) + output
     trained = sum(n for _, n in multiplied) + output * (not is_frozen(cfg, [(output_name(cfg), ())]))
     return 2 * tokens * (2 * matrices + trained) + 3 * sum(mixer_flops(layer, tokens, pairs) for layer in cfg.layers)

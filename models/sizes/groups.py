@@ -44,12 +44,12 @@ def matmuls(layer: Layer) -> dict[tuple[str, ...], tuple[int, tuple[int, ...]]]:
 
 def _mixed_features(spec: Scan, matrices: int) -> tuple[int, ...]:
     """Output features of each of so many projections of a recurrence."""
-    heads, keys, wide = spec.heads, spec.key_width, spec.value_width
+    heads, keys, values = spec.heads, spec.key_width, spec.value_width
     return {
         1: (spec.mixed_width,),
-        2: (spec.channels + wide, 2 * heads),
-        4: (spec.channels, wide, heads, heads),
-        6: (keys, keys, wide, wide, heads, heads),
+        2: (spec.channels + values, 2 * heads),
+        4: (spec.channels, values, heads, heads),
+        6: (keys, keys, values, values, heads, heads),
     }[matrices]
 
 

@@ -19,7 +19,7 @@ from trireme.models.packed import DTYPE
 from trireme.models.rows import make_rows, rope_tables
 from trireme.models.sizes import narrow, shapes
 from trireme.models.sizes.costs import attended_pairs
-from trireme.models.sizes.watch import Taken, Watch
+from trireme.models.sizes.watch import Usage, Watch
 from trireme.storage.layout import pack
 
 POINTS = (1024, 2048)  # tokens that are measured
@@ -56,8 +56,8 @@ def temporaries(cfg: ModelConfig, u: int, tokens: int, itemsize: int, grad_items
     """
     exact = u in (0, cfg.n_units - 1)  # the head's rows of logits are no multiple of its tokens
     passes = _points(cfg, u, tokens, itemsize, grad_itemsize or itemsize, frozenset(), exact)
-    most = max(_at(tokens, [(n, both[i].peak) for n, both in passes]) for i in (0, 1))
-    return max(int(most), rounding(cfg, shapes.alike(cfg)[u], itemsize).peak) + SLACK
+    peak = max(_interpolate(tokens, [(n, usage[i].peak) for n, usage in passes]) for i in (0, 1))
+    return max(int(peak), rounding(cfg, shapes.representatives(cfg)[u], itemsize).peak) + SLACK
 
 
 def work(
@@ -74,18 +74,18 @@ def work(
     Of the head: of the loss alone, and with its gradients; tokens are labels. Of slices of experts: of all together,
     but launches of one.
     """
-    return _work(cfg, shapes.alike(cfg)[u], tokens, pairs, itemsize, grad_itemsize, names)
+    return _work(cfg, shapes.representatives(cfg)[u], tokens, pairs, itemsize, grad_itemsize, names)
 
 
 def rebuilt(cfg: ModelConfig, u: int, tokens: int, pairs: int, names: frozenset[str], itemsize: int = 2) -> Work:
     """What a unit's backward computes again, as it does not find the saved tensors that are not in `names`."""
-    every = frozenset(shapes.saved_of(cfg, shapes.unit(cfg, u), 1))
-    missing = every - names
-    least = work(cfg, u, tokens, pairs, itemsize, names=every)[1]
+    saved = frozenset(shapes.saved_of(cfg, shapes.unit(cfg, u), 1))
+    missing = saved - names
+    base = work(cfg, u, tokens, pairs, itemsize, names=saved)[1]
     total = NOTHING
     for name in sorted(missing - {"lse"} if missing >= ATTENDED else missing):
-        without = work(cfg, u, tokens, pairs, itemsize, names=every - {name})[1]
-        total = total.plus(without).plus(least, -1.0)
+        recomputed = work(cfg, u, tokens, pairs, itemsize, names=saved - {name})[1]
+        total = total.plus(recomputed).plus(base, -1.0)
     return total
 
 
@@ -106,23 +106,23 @@ def backward_flops(cfg: ModelConfig, u: int, tokens: int, pairs: int, names: fro
 
 
 @lru_cache(CACHED)
-def rounding(cfg: ModelConfig, u: int, itemsize: int) -> Taken:
+def rounding(cfg: ModelConfig, u: int, itemsize: int) -> Usage:
     """What a pass takes to add a unit's adapters to packed matrices and to round them again: nothing unless Lora.aware.
 
     Of experts that each product decodes it is among the unit's work.
     """
     watch, dtype = Watch(), NAMES[itemsize]
-    made = narrow.made_groups(cfg, u)[0] if cfg.lora and cfg.lora.aware else []
-    if made:
+    decoded = narrow.derived_groups(cfg, u)[0] if cfg.lora and cfg.lora.aware else []
+    if decoded:
         trained = [group for part in shapes.trained_parts(cfg, u) for group in part]
         views = _memory(trained, dtype) | _memory(narrow.base_groups(cfg, u), dtype, narrow.own_dtypes(cfg, u))
-        out = _memory(made, dtype)
+        out = _memory(decoded, dtype)
         with watch.watching(views, out):
             model.make_codes(cfg, u, views, out, backward=False)
-    return watch.taken
+    return watch.usage
 
 
-Measured = list[tuple[int, tuple[Taken, Taken]]]  # (tokens, forward and backward)
+Measured = list[tuple[int, tuple[Usage, Usage]]]  # (tokens, forward and backward)
 
 
 @lru_cache(CACHED)
@@ -132,25 +132,25 @@ def _work(
     passes = _points(cfg, u, tokens, itemsize, grad_itemsize, names)
     spec = shapes.unit(cfg, u).attention if 0 < u < cfg.n_units - 1 else None
     window = spec.window if spec else 0
-    forward, backward = (_line(tokens, pairs, window, [(n, both[i]) for n, both in passes]) for i in (0, 1))
+    forward, backward = (_line(tokens, pairs, window, [(n, usage[i]) for n, usage in passes]) for i in (0, 1))
     return forward, backward
 
 
-def _line(tokens: int, pairs: int, window: int, points: list[tuple[int, Taken]]) -> Work:
+def _line(tokens: int, pairs: int, window: int, points: list[tuple[int, Usage]]) -> Work:
     """The Work of so many tokens and pairs, given what one document of each number of tokens takes."""
-    at = lambda value: max(_at(tokens, [(n, value(taken)) for n, taken in points]), 0.0)
+    fit = lambda value: max(_interpolate(tokens, [(n, value(usage)) for n, usage in points]), 0.0)
     flops = {}
     for kind in points[0][1].flops:
         if kind.startswith("attention"):
-            n, taken = points[0]
-            flops[kind] = taken.flops[kind] / attended_pairs((n,), window) * pairs
+            n, usage = points[0]
+            flops[kind] = usage.flops[kind] / attended_pairs((n,), window) * pairs
         else:
-            flops[kind] = at(lambda taken, kind=kind: taken.flops[kind])
+            flops[kind] = fit(lambda usage, kind=kind: usage.flops[kind])
     flops = {kind: n for kind, n in flops.items() if n}
-    return Work(flops, at(lambda t: t.padded), at(lambda t: t.launches), at(lambda t: t.moved))
+    return Work(flops, fit(lambda t: t.padded), fit(lambda t: t.launches), fit(lambda t: t.moved))
 
 
-def _at(tokens: int, points: list[tuple[int, float]]) -> float:
+def _interpolate(tokens: int, points: list[tuple[int, float]]) -> float:
     """The value at `tokens` of the line through two points, or of the only one."""
     (n, a), (m, b) = points[0], points[-1]
     return a + (b - a) * (tokens - n) / (m - n) if n < m else a
@@ -166,7 +166,7 @@ def _points(
     exact: bool = False,
 ) -> Measured:
     """What is measured for `tokens`."""
-    u, inner = shapes.alike(cfg)[u], 0 < u < cfg.n_units - 1
+    u, inner = shapes.representatives(cfg)[u], 0 < u < cfg.n_units - 1
     if inner:  # by tiles, or with products in fp8 where experts have many rows
         exact = tokens > cfg.mlp_rows or (cfg.fp8 and shapes.unit(cfg, u).experts is not None)
     points = (tokens,) if exact else POINTS
@@ -177,12 +177,12 @@ def _points(
 
 
 @lru_cache(CACHED)
-def _inner(cfg: ModelConfig, u: int, tokens: int, dtype: str, grads: str, names: frozenset[str]) -> tuple[Taken, Taken]:
+def _inner(cfg: ModelConfig, u: int, tokens: int, dtype: str, grads: str, names: frozenset[str]) -> tuple[Usage, Usage]:
     """An inner unit's passes over one document."""
-    made, dtypes = narrow.made_groups(cfg, u)
+    derived, dtypes = narrow.derived_groups(cfg, u)
     trained = [group for part in shapes.trained_parts(cfg, u) for group in part]
     stored = lambda groups: _memory(groups, dtype, narrow.own_dtypes(cfg, u))
-    views = _memory(trained, dtype) | stored(narrow.base_groups(cfg, u)) | _memory(made, dtype, dtypes)
+    views = _memory(trained, dtype) | stored(narrow.base_groups(cfg, u)) | _memory(derived, dtype, dtypes)
     parts: list[Any] = [model.weights(cfg, u, views)] if not narrow.slices(cfg, u) else []
     for part in narrow.slices(cfg, u):
         parts.append(model.weights(cfg, u, views | stored(narrow.slice_groups(cfg, u, part)), part))
@@ -200,23 +200,23 @@ def _inner(cfg: ModelConfig, u: int, tokens: int, dtype: str, grads: str, names:
     return forward, _watched(owned, reversed(parts), back, count)
 
 
-def _watched(owned: Any, parts: Iterable[Any], run: Callable[[Any], object], experts: int = 0) -> Taken:
+def _watched(owned: Any, parts: Iterable[Any], run: Callable[[Any], object], experts: int = 0) -> Usage:
     """What the passes over all parts of a unit's weights take; launches are those of one part."""
     watch, count = Watch(experts), 0
     with watch.watching(owned):
         for part in parts:
             run(part)
             count += 1
-    return watch.taken._replace(launches=-(-watch.launches // count))
+    return watch.usage._replace(launches=-(-watch.launches // count))
 
 
 @lru_cache(CACHED)
-def _head(cfg: ModelConfig, tokens: int, dtype: str, grads: str) -> tuple[Taken, Taken]:
+def _head(cfg: ModelConfig, tokens: int, dtype: str, grads: str) -> tuple[Usage, Usage]:
     """The loss of so many labels, alone and with its gradients."""
     (first, g_first), (last, g_last) = (_end(cfg, u, dtype, grads) for u in (0, cfg.n_units - 1))
     w, g = head.with_output(cfg, last, first), head.with_output(cfg, g_last, g_first)
     x, dx = (torch.empty((tokens, cfg.width), dtype=DTYPE[dtype], device=META) for _ in range(2))
-    labels, at = (torch.empty(tokens, dtype=torch.int64, device=META) for _ in range(2))
+    labels, rows = (torch.empty(tokens, dtype=torch.int64, device=META) for _ in range(2))
     factors = torch.empty(tokens, dtype=torch.float32, device=META)
     hits: Tensor | None = torch.empty(1, dtype=torch.float64, device=META)
     shares = None
@@ -225,9 +225,9 @@ def _head(cfg: ModelConfig, tokens: int, dtype: str, grads: str) -> tuple[Taken,
             torch.empty((tokens, cfg.teaching.k), dtype=kind, device=META) for kind in (torch.int32, torch.float16)
         )
         shares, hits = head.Shares(ids, logps, factors), None
-    of = head.Targets(labels, at, factors, shares, hits)
-    run = lambda into: head.head_loss(cfg, w, x, of, 1.0, *into)
-    owned = w, g, x, dx, of
+    targets = head.Targets(labels, rows, factors, shares, hits)
+    run = lambda outputs: head.head_loss(cfg, w, x, targets, 1.0, *outputs)
+    owned = w, g, x, dx, targets
     return _watched(owned, ((None, None),), run), _watched(owned, ((g, dx),), run)
 
 
@@ -239,7 +239,7 @@ def _end(cfg: ModelConfig, u: int, dtype: str, grads: str) -> tuple[Any, Any]:
 
 
 @lru_cache(CACHED)
-def _embedding(cfg: ModelConfig, tokens: int, dtype: str, grads: str) -> tuple[Taken, Taken]:
+def _embedding(cfg: ModelConfig, tokens: int, dtype: str, grads: str) -> tuple[Usage, Usage]:
     w, g = _end(cfg, 0, dtype, grads)
     rows, ids = make_rows((tokens,), {}, META), torch.empty(tokens, dtype=torch.int64, device=META)
     out = torch.empty((tokens, cfg.width), dtype=DTYPE[dtype], device=META)
@@ -250,7 +250,7 @@ def _embedding(cfg: ModelConfig, tokens: int, dtype: str, grads: str) -> tuple[T
 
 def _empty(shaped: shapes.Saved, dtype: str) -> dict[str, Tensor]:
     kind = lambda name: DTYPE[dtype] if name == "compute" else DTYPE[name]
-    return {name: torch.empty(shape, dtype=kind(of), device=META) for name, (shape, of) in shaped.items()}
+    return {name: torch.empty(shape, dtype=kind(key), device=META) for name, (shape, key) in shaped.items()}
 
 
 def _memory(groups: list[shapes.Group], dtype: str, dtypes: dict[str, str] | None = None) -> dict[str, Tensor]:

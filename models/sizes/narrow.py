@@ -59,8 +59,8 @@ def sliced_groups(cfg: ModelConfig, u: int) -> list[Group]:
 
 def slice_of(cfg: ModelConfig) -> int:
     """How many of a layer's packed experts a matmul decodes at a time if not all are decoded; 0 without such."""
-    one = replace(cfg, at_once=1, slices=1)
-    if cfg.experts is None or not any(sliced_groups(one, u) for u in range(one.n_units)):
+    single = replace(cfg, at_once=1, slices=1)
+    if cfg.experts is None or not any(sliced_groups(single, u) for u in range(single.n_units)):
         return 0
     return -(-cfg.experts.count // SLICES)
 
@@ -68,8 +68,8 @@ def slice_of(cfg: ModelConfig) -> int:
 def at_once(cfg: ModelConfig) -> int:
     """Experts that a matmul decodes at a time."""
     assert cfg.experts is not None
-    of_slice = -(-cfg.experts.count // min(cfg.slices, cfg.experts.count))
-    return min(cfg.at_once or of_slice, of_slice)
+    size = -(-cfg.experts.count // min(cfg.slices, cfg.experts.count))
+    return min(cfg.at_once or size, size)
 
 
 # ---------------------------------------------------------------- slices that are units of weights
@@ -136,9 +136,9 @@ def packed_parts(cfg: ModelConfig, u: int) -> dict[str, PartOf]:
     for name, shape in (matrix for group in packed_groups(cfg, u) for matrix in group):
         assert cfg.packing is not None
         files, packing = on_disk(cfg, name, shape), cfg.packing.of(name)
-        for part, one in zip(packing.parts, packing.shapes(files[0][1]), strict=True):
-            whole = one if len(files) == 1 else (len(files), *one)
-            parts[name + part.suffix] = PartOf(part, whole, [(stored + part.suffix, one) for stored, _ in files])
+        for part, dims in zip(packing.parts, packing.shapes(files[0][1]), strict=True):
+            full = dims if len(files) == 1 else (len(files), *dims)
+            parts[name + part.suffix] = PartOf(part, full, [(stored + part.suffix, dims) for stored, _ in files])
     return parts
 
 
@@ -169,9 +169,9 @@ def _base_groups(cfg: ModelConfig, u: int) -> list[Group]:
 def own_dtypes(cfg: ModelConfig, u: int) -> dict[str, str]:
     """name -> dtype of the tensors in base_groups that are not in the run's dtype."""
     names = [name for group in _base_groups(cfg, u) for name, _ in group]
-    wide = {name: "F32" for name in names if cfg.names.mlp.correction and name.endswith(cfg.names.mlp.correction)}
-    wide |= {name: FP8_DTYPES[part] for name in names for part in FP8 if name.endswith(part)}
-    return wide | {name: part.part.dtypes[0] for name, part in packed_parts(cfg, u).items()}
+    dtypes = {name: "F32" for name in names if cfg.names.mlp.correction and name.endswith(cfg.names.mlp.correction)}
+    dtypes |= {name: FP8_DTYPES[part] for name in names for part in FP8 if name.endswith(part)}
+    return dtypes | {name: part.part.dtypes[0] for name, part in packed_parts(cfg, u).items()}
 
 
 def in_fp8(cfg: ModelConfig, rows: int, columns: int) -> bool:
@@ -206,7 +206,7 @@ def quantized_each(cfg: ModelConfig, u: int) -> bool:
     return sum(prod(fused(group)) for group in fp8_groups(cfg, u) if not is_frozen(cfg, group)) > MOST_CODES
 
 
-def made_groups(cfg: ModelConfig, u: int) -> tuple[list[Group], dict[str, str]]:
+def derived_groups(cfg: ModelConfig, u: int) -> tuple[list[Group], dict[str, str]]:
     """(tensors that a pass makes from a unit's weights, those of their dtypes that are not the run's).
 
     They are the decoded packed_groups without sliced_groups, and of fp8_groups codes in both orders, or if frozen in
@@ -219,7 +219,7 @@ def made_groups(cfg: ModelConfig, u: int) -> tuple[list[Group], dict[str, str]]:
             continue
         name, (rows, columns) = group[0][0], fused(group)
         shapes = {ROWS: (rows, columns), COLUMNS: (columns, rows), SCALE: FP8_SCALE}
-        made = [COLUMNS] if is_frozen(cfg, group) else FP8
-        groups += [[(name + part, shapes[part])] for part in made]
-        dtypes |= {name + part: FP8_DTYPES[part] for part in made}
+        suffixes = [COLUMNS] if is_frozen(cfg, group) else FP8
+        groups += [[(name + part, shapes[part])] for part in suffixes]
+        dtypes |= {name + part: FP8_DTYPES[part] for part in suffixes}
     return groups, dtypes

@@ -44,7 +44,7 @@ def unit(cfg: ModelConfig, u: int) -> Layer:
 
 def bare(kind: str) -> str:
     """A kind without what sets it apart from others: "block", "attention" or "mlp"."""
-    return next((what for what in ("block", *HALVES) if what in kind), kind)
+    return next((role for role in ("block", *HALVES) if role in kind), kind)
 
 
 def inner_kinds(cfg: ModelConfig) -> tuple[str, ...]:
@@ -53,7 +53,7 @@ def inner_kinds(cfg: ModelConfig) -> tuple[str, ...]:
 
 
 @lru_cache
-def alike(cfg: ModelConfig) -> tuple[int, ...]:
+def representatives(cfg: ModelConfig) -> tuple[int, ...]:
     """For each unit the first unit that is like it: same form, same trained, frozen and packed tensors."""
     first = dict[tuple[Any, ...], int]()
     return tuple(first.setdefault(_described(cfg, u), u) for u in range(cfg.n_units))
@@ -118,15 +118,15 @@ def on_disk(cfg: ModelConfig, name: str, shape: tuple[int, ...]) -> Group:
             return [(name, (shape[0], 1, shape[-1]))]
         parts = zip(cfg.names.mixer.convs, cfg.scan.parts, strict=True)
         return [(name.replace(cfg.names.mixer.conv, part), (rows, 1, shape[-1])) for part, rows in parts]
-    before, within, what = name.rpartition(f"{cfg.names.mlp.experts}.")
+    before, within, last = name.rpartition(f"{cfg.names.mlp.experts}.")
     if len(shape) == 3 and cfg.names.mlp.stacked and within:
-        return [(before + cfg.names.mlp.stacked[what == DOWN], shape)]
+        return [(before + cfg.names.mlp.stacked[last == DOWN], shape)]
     if len(shape) < 3 or not (cfg.names.mlp.single and cfg.names.mlp.experts):
         return [(name, shape)]
-    prefix, what = name.rsplit(".", 1)
-    matrices = cfg.names.mlp.single[-1:] if what == DOWN else cfg.names.mlp.single[:-1]
-    one = (shape[1] // len(matrices), shape[2])
-    return [(f"{prefix}.{e}.{matrix}.weight", one) for e in range(shape[0]) for matrix in matrices]
+    prefix, last = name.rsplit(".", 1)
+    matrices = cfg.names.mlp.single[-1:] if last == DOWN else cfg.names.mlp.single[:-1]
+    matrix_shape = (shape[1] // len(matrices), shape[2])
+    return [(f"{prefix}.{e}.{matrix}.weight", matrix_shape) for e in range(shape[0]) for matrix in matrices]
 
 
 def within_experts(cfg: ModelConfig, name: str) -> tuple[str, int | None, int | None]:

@@ -31,7 +31,7 @@ TILE = 128  # rows of a tile of grouped products, which belongs to one expert: o
 Flops = tuple[str, float]  # (what multiplies, FLOPs)
 
 
-class Taken(NamedTuple):
+class Usage(NamedTuple):
     """Of a pass."""
 
     peak: int  # bytes of temporaries, at the moment when there are most
@@ -41,23 +41,23 @@ class Taken(NamedTuple):
     moved: int  # bytes that launches read and write which multiply nothing
 
 
-def _attention(kind: str, at: int, window: int, share: tuple[int, int]) -> Callable[..., Flops]:
-    """Of ops whose arguments from `at` on are q, k and v; share: multiplications with a query, and with its result."""
+def _attention(kind: str, first: int, window: int, share: tuple[int, int]) -> Callable[..., Flops]:
+    """Of ops whose arguments from `first` on are q, k and v; share: multiplications with a query and its result."""
 
     def flops(args: Sequence[Any]) -> Flops:
-        q, v = args[at], args[at + 2]
+        q, v = args[first], args[first + 2]
         docs = next(a for a in args if isinstance(a, Docs))
         pairs = attended_pairs(docs.lengths, args[window] if len(args) > window else 0)
         width = max(q.shape[2], v.shape[2])
-        of = f"{kind} {next((most for most in HEADS if width <= most), HEADS[-1])}"
-        return of, 2.0 * pairs * q.shape[1] * (share[0] * q.shape[2] + share[1] * v.shape[2])
+        name = f"{kind} {next((head for head in HEADS if width <= head), HEADS[-1])}"
+        return name, 2.0 * pairs * q.shape[1] * (share[0] * q.shape[2] + share[1] * v.shape[2])
 
     return flops
 
 
-def _scan(args: Sequence[Any], at: int) -> float:
-    """Forward FLOPs of an op whose arguments from `at` on are those of scan_fwd."""
-    q, v, delta = args[at], args[at + 2], args[at + 6]
+def _scan(args: Sequence[Any], first: int) -> float:
+    """Forward FLOPs of an op whose arguments from `first` on are those of scan_fwd."""
+    q, v, delta = args[first], args[first + 2], args[first + 6]
     return recurrence_flops(Scan(q.shape[1], v.shape[1], q.shape[2], v.shape[2], 0, delta), len(q))
 
 
@@ -81,7 +81,7 @@ PRODUCTS: dict[str, Callable[[Sequence[Any]], Flops]] = {
 }
 
 
-def _made(name: str, args: Sequence[Any], dtype: torch.dtype | None) -> Tensor | tuple[Tensor, Tensor] | None:
+def _result(name: str, args: Sequence[Any], dtype: torch.dtype | None) -> Tensor | tuple[Tensor, Tensor] | None:
     """The result of an op that torch has not for "meta", or has in Python, where the first call imports its compiler:
     that takes seconds, and leaves frames that hold the callers' tensors. Else None. `dtype`: among its arguments.
     """
@@ -130,7 +130,7 @@ class Watch(TorchDispatchMode):
             dtype = next((a for a in (*args, *kwargs.values()) if isinstance(a, torch.dtype)), None)
             tensors = [t for a in args for t in (a if isinstance(a, (list, tuple)) else [a]) if isinstance(t, Tensor)]
             on_meta = bool(tensors) and all(t.is_meta for t in tensors)
-            result = _made(name, args, dtype) if on_meta else None
+            result = _result(name, args, dtype) if on_meta else None
             result = func(*args, **kwargs) if result is None else result
         if first is not None and not self._multiplies():
             a, b = args[first : first + 2]
@@ -192,8 +192,8 @@ class Watch(TorchDispatchMode):
             yield
 
     @property
-    def taken(self) -> Taken:
-        return Taken(self.peak, dict(self.flops), self.padded, self.launches, self.moved)
+    def usage(self) -> Usage:
+        return Usage(self.peak, dict(self.flops), self.padded, self.launches, self.moved)
 
 
 def _tensors(tree: Any) -> Iterator[Tensor]:

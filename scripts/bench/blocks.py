@@ -85,7 +85,7 @@ def make_block(cfg: ModelConfig, N: int, documents: int = 1, u: int = 1) -> Bloc
     fp8 codes are made here: a step makes them once per pass.
     """
     groups = shapes.weight_groups(cfg, u)
-    stored, made = zeros(groups, narrow.own_dtypes(cfg, u)), zeros(*narrow.made_groups(cfg, u))
+    stored, made = zeros(groups, narrow.own_dtypes(cfg, u)), zeros(*narrow.derived_groups(cfg, u))
     for weight in stored.values():
         weight.normal_(std=0.02) if weight.dim() > 1 else weight.fill_(1.0)
     model.make_codes(cfg, u, stored, made, backward=True)

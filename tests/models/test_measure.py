@@ -145,7 +145,7 @@ for name in sys.argv[1:]:
     ways += [replace(cfg, halves=True, slices=4, at_once=2)] if narrow.may_be_sliced(cfg) else []
     ways += [aware(adapted(base, Lora(4, 8.0, (*modules, base.names.mlp.experts))), None)] if cfg.packing else []
     for way in ways:
-        for u in set(shapes.alike(way)):
+        for u in set(shapes.representatives(way)):
             measure.temporaries(way, u, 4096, 2, 4)
 """
 

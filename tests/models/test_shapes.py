@@ -73,4 +73,4 @@ def test_halves_make_a_block(cfg):
     block = shapes.saved_shapes(cfg, 10)
     halves = [shapes.saved_shapes(cut, 10, kind) for kind in shapes.HALVES]
     assert halves[0] | halves[1] == {name: shape for name, shape in block.items() if name != "resid"}
-    assert shapes.alike(cut) == (0, *(1, 2) * cfg.n_layers, cut.n_units - 1)
+    assert shapes.representatives(cut) == (0, *(1, 2) * cfg.n_layers, cut.n_units - 1)
