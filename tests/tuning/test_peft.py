@@ -351,7 +351,7 @@ def test_an_adapter_of_transformers_4_51_is_merged_as_in_peft(tmp_path):
     merge_adapter(tmp_path / "adapter", parse_config(raw), open_source(tmp_path / "base"), tmp_path / "merged")
     opened = transformers.AutoModelForImageTextToText.from_pretrained
     base, ours = (opened(tmp_path / name, dtype=torch.float32) for name in ("base", "merged"))
-    assert torch.allclose(logits(ours), logits(peft.PeftModel.from_pretrained(base, tmp_path / "adapter")), atol=1e-5)
+    assert torch.allclose(logits(ours), logits(peft.PeftModel.from_pretrained(base, tmp_path / "adapter")), atol=5e-5)
 
 
 # ---------------------------------------------------------------- refusals
