@@ -362,15 +362,3 @@ def test_another_template_is_in_both_places_and_alone(tmp_path):
     (folder / "tokenizer_config.json").write_text("[]")
     with pytest.raises(CheckpointError, match="tokenizer_config.json"):
         auxiliary_files(folder, template="new")
-
-
-def test_real_checkpoints(real, tmp_path):
-    for name in ("stories260k", "capp-gpt2"):
-        source = open_source(real / name)
-        reference = safetensors.numpy.load_file(real / name / "model.safetensors")
-        assert source.tensors.keys() == reference.keys()
-        for tensor, array in reference.items():
-            assert source.read(tensor).tobytes() == array.tobytes()
-        export(source, tmp_path / name, lambda _: None)
-        for path in (tmp_path / name).iterdir():
-            assert path.read_bytes() == (real / name / path.name).read_bytes()

@@ -190,6 +190,9 @@ def test_the_way_back_from_a_damaged_manifest(tmp_path):
         with pytest.raises(StoreError, match=says):
             Store.open(devices(tmp_path))
         shutil.rmtree(folders[damaged])
+        if damaged:
+            with Store.open(devices(tmp_path), keep=3) as store:
+                assert holds(store, 2 if damaged == 1 else 0)
 
 
 def test_a_manifest_says_what_was_written(ours):

@@ -429,24 +429,6 @@ def test_a_file_that_does_not_begin_with_its_header_is_noticed(tmp_path):
         Store.open(devices(tmp_path))
 
 
-def test_a_damaged_snapshot_is_named_and_the_one_before_still_opens(tmp_path):
-    with create(tmp_path, keep=2) as store:
-        for seed in (0, 1):
-            write_all(store, seed)
-            store.commit(seed, {})
-    newest = tmp_path / "d0" / "snapshot-000002-step-1"
-    for text in ("", "[]", "{}", '{"format": 3}'):
-        (newest / "manifest.json").write_text(text)
-        with pytest.raises(StoreError, match="remove .*snapshot-000002-step-1.*manifest.json"):
-            Store.open(devices(tmp_path))
-    (newest / "manifest.json").write_text('{"format": 99}')
-    with pytest.raises(StoreError, match="format 99.*manifest.json"):
-        Store.open(devices(tmp_path))
-    shutil.rmtree(newest)
-    with Store.open(devices(tmp_path)) as store:
-        assert holds(store, 0)
-
-
 def damaged(store: Store) -> dict[str, Damaged]:
     """The spans whose bytes are not those that were written."""
     found = {}
