@@ -61,14 +61,14 @@ class _Misnamed(BadRow):
 
 def parse_map(text: str | None) -> dict[str, str]:
     """--map `ours=theirs,...` as {their name: our name}. Raises InputError."""
-    known = {"label", "weight", "margin", "unused"}
-    known |= {key for form in (*FORMS, *PAIRS) for key in (*form.keys, *form.others)}
+    keys = {"label", "weight", "margin", "unused"}
+    keys |= {key for form in (*FORMS, *PAIRS) for key in (*form.keys, *form.others)}
     renames = dict[str, str]()
     for pair in filter(None, (text or "").split(",")):
         ours, theirs = (name.strip() for name in pair.partition("=")[::2])
-        if ours not in known or not theirs or theirs in renames or (ours != "unused" and ours in renames.values()):
-            what = "expected OURS=YOURS, each once, such as prompt=question,completion=answer; OURS is one of"
-            raise InputError(f"--map {text}: {what} {', '.join(sorted(known))}.")
+        if ours not in keys or not theirs or theirs in renames or (ours != "unused" and ours in renames.values()):
+            expected = "expected OURS=YOURS, each once, such as prompt=question,completion=answer; OURS is one of"
+            raise InputError(f"--map {text}: {expected} {', '.join(sorted(keys))}.")
         renames[theirs] = ours
     return renames
 
@@ -97,16 +97,16 @@ def _read(row: Fields, mapped: Collection[str], kind: Kind, classes: Mapping[str
     """`row`: normal; `mapped`: our names that --map gives. Raises BadRow."""
     forms.check_row(row)
     weight, margin = _number(row, "weight", 1e-6), _number(row, "margin", -1e6) if kind == "rewards" else None
-    known = [key for key, number in (("weight", weight), ("margin", margin)) if number is not None]
+    used_keys = [key for key, number in (("weight", weight), ("margin", margin)) if number is not None]
     weight, value = 1.0 if weight is None else weight, margin or 0.0
     if row.get("label") is None and row.get("kto_tag") is not None:
-        row, known = row | {"label": row["kto_tag"]}, [*known, "kto_tag"]
+        row, used_keys = row | {"label": row["kto_tag"]}, [*used_keys, "kto_tag"]
     pair = None if _SIDES.isdisjoint(row) else forms.find_form(row, PAIRS, mapped)
     if kind in ("pairs", "rewards") or (kind == "labels" and pair and row.get("label") in EMPTY):
         if pair is None:
             raise _unknown(row, PAIRS)
         examples = pair.read(row)
-        return Read(pair.name, examples, forms.unused_of(row, pair, examples[0], known), weight, value)
+        return Read(pair.name, examples, forms.unused_of(row, pair, examples[0], used_keys), weight, value)
     form = forms.find_form(row, FORMS, mapped)
     if kind == "":
         _refuse_preferences(row, pair, form)
@@ -124,19 +124,19 @@ def _read(row: Fields, mapped: Collection[str], kind: Kind, classes: Mapping[str
     elif kind == "labels":
         example = _last(example)
         weight *= _labelled(_word(row["label"]).strip().lower(), SIGNS)
-    unused = forms.unused_of(row, form, example, [*known, "label"] if kind else known)
+    unused = forms.unused_of(row, form, example, [*used_keys, "label"] if kind else used_keys)
     return Read(f"{form.name},label" if kind else form.name, [example], unused, weight, value)
 
 
-def _number(row: Mapping[str, Any], key: str, least: float) -> float | None:
+def _number(row: Mapping[str, Any], key: str, minimum: float) -> float | None:
     """A finite number, also in a string; None of another value, which is a column of something else. Raises BadRow if
     it is less than `least` or so large that losses, in fp32, would be lost.
     """
     number = math.nan
     with suppress(ValueError, OverflowError, TypeError):
         number = float(row[key]) if key in row and not isinstance(row[key], bool) else math.nan
-    if math.isfinite(number) and not least <= number <= 1e6:
-        raise BadRow(f"{key!r} is {number:g}, expected {least:g} to 1e+06; leave out a row that is not to count")
+    if math.isfinite(number) and not minimum <= number <= 1e6:
+        raise BadRow(f"{key!r} is {number:g}, expected {minimum:g} to 1e+06; leave out a row that is not to count")
     return number if math.isfinite(number) else None
 
 
@@ -145,9 +145,9 @@ def _number(row: Mapping[str, Any], key: str, least: float) -> float | None:
 
 def _unknown(row: Fields, among: Sequence[Form]) -> BadRow:
     """A row of no form: as read, what is expected, and what its shape says, or the names that make it one."""
-    seen = shown(json.dumps(row, ensure_ascii=False, default=str), 200)
-    known = "; ".join(", ".join(form.keys) for form in among)
-    fault = f"no known form of a row: {seen}. Expected the keys {known}."
+    text = shown(json.dumps(row, ensure_ascii=False, default=str), 200)
+    examples = "; ".join(", ".join(form.keys) for form in among)
+    fault = f"no known form of a row: {text}. Expected the keys {examples}."
     names = "chosen=better,rejected=worse" if among is PAIRS else "instruction=question,output=answer"
     advice = forms.shape_of(row) or f" Rename columns, as in --map {names}."
     return _Misnamed(fault, [_likely(row, form) for form in among], advice)
@@ -171,8 +171,8 @@ def _refuse_preferences(row: Fields, pair: Form | None, form: Form | None) -> No
         ways = [dict.fromkeys(("label", "kto_tag"), "unused")]
     else:
         return
-    what = "is preference data, for --method dpo (pairs) or kto (labelled answers), or for its good answers alone."
-    raise _Misnamed(what, ways, " Write them as messages, or as prompt and completion.")
+    problem = "is preference data, for --method dpo (pairs) or kto (labelled answers), or for its good answers alone."
+    raise _Misnamed(problem, ways, " Write them as messages, or as prompt and completion.")
 
 
 # ---------------------------------------------------------------- pairs
@@ -194,7 +194,7 @@ def _pair(row: Fields) -> list[Example]:
     if isinstance(context, str):
         context = [{"role": "user", "content": context}] if context.strip() else []
     sides = (("chosen", good, bad), ("rejected", bad, good))
-    return [talk(row, *_split_answer(context or [], mine, other), side) for side, mine, other in sides]
+    return [talk(row, *_split_answer(context or [], turns, other_turns), side) for side, turns, other_turns in sides]
 
 
 def _texts(row: Fields, prompt: str | None, good: str, bad: str) -> list[Example]:
@@ -218,7 +218,7 @@ def _dialogue(text: str, start: int) -> Example:
         raise BadRow("'chosen' and 'rejected' do not share a turn of the human")
     sides = (re.split(r"\n\n(Human|Assistant):", part)[1:] for part in (text[:start], text[start:]))
     prompt, answer = (
-        [{"from": who, "value": words.strip()} for who, words in zip(side[::2], side[1::2], strict=True)]
+        [{"from": role, "value": words.strip()} for role, words in zip(side[::2], side[1::2], strict=True)]
         for side in sides
     )
     start += len(_ASSISTANT)
@@ -226,12 +226,12 @@ def _dialogue(text: str, start: int) -> Example:
     return talk({}, prompt, answer, "the dialogue")._replace(plain=plain)
 
 
-def _split_answer(context: list[Any], mine: list[Any], other: list[Any]) -> tuple[list[Any], list[Any]]:
+def _split_answer(context: list[Any], turns: list[Any], other_turns: list[Any]) -> tuple[list[Any], list[Any]]:
     """(messages before the answer, the answer's). What both sides begin with is before; it may hold the context."""
     same = 0
-    while same < min(len(mine), len(other)) - 1 and mine[same] == other[same]:
+    while same < min(len(turns), len(other_turns)) - 1 and turns[same] == other_turns[same]:
         same += 1
-    shared, answer = mine[:same], mine[same:]
+    shared, answer = turns[:same], turns[same:]
     words = lambda message: (role_of(message), message.get("content") or message.get("value"))
     prompt, start = map(words, context), [*map(words, shared)]
     before = shared if all(turn in start for turn in prompt) else [] if shared else context
@@ -307,6 +307,6 @@ def labels_in(rows: Iterable[Any], renames: Mapping[str, str], named: Sequence[s
     odd = [name for name in names if "," in name or name != name.strip()]
     if odd or not 2 <= len(words) <= MOST:
         few = ", ".join(map(shown, (odd or names)[:4])) or "none"
-        what = f"the column 'label' has {len(words):,} classes ({few}), expected 2 to {MOST:,} without commas"
-        raise InputError(f"{what}. Name your column: --map label=YOURS; or the classes: --labels A,B.")
+        problem = f"the column 'label' has {len(words):,} classes ({few}), expected 2 to {MOST:,} without commas"
+        raise InputError(f"{problem}. Name your column: --map label=YOURS; or the classes: --labels A,B.")
     return tuple(f"LABEL_{name}" if counted else name for name in names)

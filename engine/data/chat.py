@@ -125,9 +125,9 @@ class _Style:
             spans = sorted(span for i in (-1, *learned) for span in generated.get(i, ()))
         else:
             turns = sorted((*span, i) for i, spans in rendering.turns.items() for span in spans)
-            for (_, stop, i), (start, _, other) in pairwise(turns):
-                if start < stop and wanted[i] != wanted[other]:  # the answer of a tool inside of its call
-                    raise _not_located(i if wanted[i] else other)
+            for (_, stop, i), (start, _, j) in pairwise(turns):
+                if start < stop and wanted[i] != wanted[j]:  # the answer of a tool inside of its call
+                    raise _not_located(i if wanted[i] else j)
             spans = [self._turn(i, messages, rendering) for i in learned]
         for i, message in enumerate(messages):
             blocks = generated.get(i, generated.get(-1, ()))
@@ -202,7 +202,7 @@ class _Style:
         A message whose words are not in its turn is looked for once more, with words in its place that are nowhere
         else. Of a leading system message a note says so.
         """
-        marks, other = dict[int, str](), rendering
+        marks, changed = dict[int, str](), rendering
         for i, message in enumerate(messages):
             words = (message.get("content") or "").strip()
             leads = i == 0 and message["role"] == "system"
@@ -213,11 +213,11 @@ class _Style:
         absent = [i for i in marks if (messages[i].get("content") or "").strip() not in rendering.text]
         with suppress(BadRow):
             replaced = [m | ({"content": marks[i]} if i in marks else {}) for i, m in enumerate(messages)]
-            other = self.template.render(replaced, tools)
+            changed = self.template.render(replaced, tools)
             # A turn may also have the words in another form, in capitals for instance.
-            absent = [i for i in marks if marks[i] not in other.text and other.written(i) == rendering.written(i)]
+            absent = [i for i in marks if marks[i] not in changed.text and changed.written(i) == rendering.written(i)]
         for i in learned if not self.template.tags else ():
-            if any(mark in other.written(i) for mark in marks.values()):
+            if any(mark in changed.written(i) for mark in marks.values()):
                 raise _not_located(i)
         for i in absent[:1]:
             role = messages[i]["role"]
@@ -246,11 +246,11 @@ class _Style:
         """Notes for the user, but for the date."""
         end, stops = self._ends[0].strip().partition("\n")[0][:NAME], ", ".join(self._stops[:3])
         if not end and not self.last_end:
-            where = "inside its {% generation %} tags" if self.template.tags else "behind the assistant's last message"
-            return [f"the chat template writes no end mark {where}, so stopping is not learned"]
+            place = "inside its {% generation %} tags" if self.template.tags else "behind the assistant's last message"
+            return [f"the chat template writes no end mark {place}, so stopping is not learned"]
         if end and self._stops and not end.startswith(self._stops):
-            what = f"the chat template ends answers with {end}, but generation stops at {stops}"
-            return [f"{what}: add it to eos_token_id"]
+            problem = f"the chat template ends answers with {end}, but generation stops at {stops}"
+            return [f"{problem}: add it to eos_token_id"]
         return []
 
     # ------------------------------------------------ probes

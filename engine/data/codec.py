@@ -118,8 +118,8 @@ class Codec:
         try:
             return self.call(work, *args)
         except Died as error:
-            way = "Name another: --tokenizer FOLDER or --chat-template FILE."
-            raise InputError(f"{self.folder}: {error}. {way}") from None
+            advice = "Name another: --tokenizer FOLDER or --chat-template FILE."
+            raise InputError(f"{self.folder}: {error}. {advice}") from None
 
     def vocabulary(self) -> str:
         """A hash of all tokens and their ids. Raises InputError."""
@@ -278,14 +278,14 @@ def _begin_process(alive: Connection, folder: Path, choice: tuple[str, str] | No
     os.dup2(null, 2)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     soft, hard = resource.getrlimit(resource.RLIMIT_AS)
-    most = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + MEMORY
-    resource.setrlimit(resource.RLIMIT_AS, (most if soft == resource.RLIM_INFINITY else min(most, soft), hard))
+    limit = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + MEMORY
+    resource.setrlimit(resource.RLIMIT_AS, (limit if soft == resource.RLIM_INFINITY else min(limit, soft), hard))
     signal.setitimer(signal.ITIMER_PROF, LOADING)
     try:
         _of_this_process.append(_Programs(folder, choice, date))
     except Exception as error:
-        known = isinstance(error, (InputError, MemoryError))
-        _of_this_process.append(error if known else RuntimeError(repr(error)))
+        expected = isinstance(error, (InputError, MemoryError))
+        _of_this_process.append(error if expected else RuntimeError(repr(error)))
     signal.setitimer(signal.ITIMER_PROF, 0)
 
 

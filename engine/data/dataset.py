@@ -68,9 +68,9 @@ class Dataset:
     @property
     def memory(self) -> int:
         """Bytes of RAM of the tables, and of the order of sequences in two epochs."""
-        both = [data for data in (self, self.held_out, self.general) if data]
-        files = {id(file): 4 * file.offsets.nbytes for data in both for file in data.files}
-        return sum(files.values()) + sum(data.pieces.nbytes + 3 * data.rows.nbytes for data in both)
+        datasets = [data for data in (self, self.held_out, self.general) if data]
+        files = {id(file): 4 * file.offsets.nbytes for data in datasets for file in data.files}
+        return sum(files.values()) + sum(data.pieces.nbytes + 3 * data.rows.nbytes for data in datasets)
 
     @property
     def document(self) -> int:
@@ -83,12 +83,12 @@ class Dataset:
         for data in filter(None, (self, self.held_out, self.general)):
             tokens = max(file.meta["max_id"] for file in data.files) + 1
             longest = int(data.pieces["length"].max())
-            for size, need, what, way_out in (
+            for size, need, noun, way_out in (
                 (vocab, tokens, "tokens", "name its own --tokenizer FOLDER, or resize its embeddings in transformers"),
                 (positions, longest, "positions", f"lower --seq-len to {positions}"),
             ):
                 if need > size:
-                    raise InputError(f"{name} has {size:,} {what}, the data needs {need:,}: {way_out}.")
+                    raise InputError(f"{name} has {size:,} {noun}, the data needs {need:,}: {way_out}.")
 
     @cached_property
     def trained(self) -> float:
@@ -160,14 +160,14 @@ class Dataset:
         return documents.shuffled(self.n_sequences, self.options.seed, epoch)
 
     def _gather(self, rows: np.ndarray) -> MicroBatch:
-        at = np.concatenate([np.arange(self.rows[r], self.rows[r + 1]) for r in rows])
-        pieces, reference = self.pieces[at], None
+        indices = np.concatenate([np.arange(self.rows[r], self.rows[r + 1]) for r in rows])
+        pieces, reference = self.pieces[indices], None
         if self.options.kind == "rewards":
             reference = self._values(pieces)
         elif self.options.paired:
-            reference = np.zeros(len(at)) if self.reference is None else self.reference[at]
+            reference = np.zeros(len(indices)) if self.reference is None else self.reference[indices]
         weights = pieces["weight"].copy() if self.weighted else None
-        taught = self.teacher.of(at) if self.teacher else None
+        taught = self.teacher.of(indices) if self.teacher else None
         return MicroBatch(*self._read(pieces), tuple(pieces["length"].tolist()), weights, reference, taught)
 
     def _read(self, pieces: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -184,16 +184,16 @@ class Dataset:
             classes = self._values(pieces) if self.options.kind == "classes" else 0
             labels[:] = IGNORED
             labels[scored(ids, lengths, self.options.pad)] = classes
-        mine = np.ones(len(ids), bool)
-        mine[last[goes_on]] = False  # the token after a piece is a label alone
-        return ids[mine], labels[mine]
+        mask = np.ones(len(ids), bool)
+        mask[last[goes_on]] = False  # the token after a piece is a label alone
+        return ids[mask], labels[mask]
 
     def _values(self, pieces: np.ndarray) -> np.ndarray:
         """What rows say as a number, classes or margins: (pieces,) float64."""
         result = np.zeros(len(pieces))
         for i, file in enumerate(self.files):
-            mine = pieces["file"] == i
-            result[mine] = file.values[np.searchsorted(file.offsets, pieces["start"][mine], side="right") - 1]
+            of_file = pieces["file"] == i
+            result[of_file] = file.values[np.searchsorted(file.offsets, pieces["start"][of_file], side="right") - 1]
         return result
 
 
@@ -221,30 +221,30 @@ def load_dataset(
     """
     scratch = Temporary("trireme-tokens-") if options.cache is None else None
     folder = scratch.path if scratch else Path(options.cache or "")
-    how = Preparation(options, codec, parse_map(options.map), options.shared or folder, progress)
+    preparation = Preparation(options, codec, parse_map(options.map), options.shared or folder, progress)
     named = [Sources([spool(sys.stdin.buffer, folder)], [], []) if text == "-" else find(text) for text in sources]
-    train, notes = [file for one in named for file in one.files], [note for one in named for note in one.notes]
+    train, notes = [file for item in named for file in item.files], [note for item in named for note in item.notes]
     share, val = parse_val(options.val)
-    if held := [file for one in named for file in one.held_out]:
+    if held := [file for item in named for file in item.held_out]:
         names = ", ".join(dict.fromkeys(map(str, held)))
         notes.append(f"{names}: not read, as --val is given" if options.val else f"held out, by its name: {names}")
         val = val if options.val else held
-    files = tuple(map(how.tokens, train))
-    val_files = tuple(map(how.tokens, val))
-    other = find(options.general).files if options.general else []
-    other_files = tuple(map(how.tokens, other))
-    tidy(how.folder, {file.meta["key"] for file in (*files, *val_files, *other_files)})
+    files = tuple(map(preparation.tokens, train))
+    val_files = tuple(map(preparation.tokens, val))
+    general_files = find(options.general).files if options.general else []
+    other_files = tuple(map(preparation.tokens, general_files))
+    tidy(preparation.folder, {file.meta["key"] for file in (*files, *val_files, *other_files)})
     nowhere = set.intersection(*(set(file.meta["absent"]) for file in files))
     if nowhere and not options.inherited:
         raise InputError(f"--map names {', '.join(map(repr, sorted(nowhere)))}, a column that no row has. Correct it.")
     whole = lambda named, files: _lay_out(named, files, documents.documents_of(files, options.kind), codec, options)
-    general = whole(other, other_files) if other else None
+    general = whole(general_files, other_files) if general_files else None
     rows, held_out, drawn = documents.documents_of(files, options.kind), None, ""
     if val:
         held_out = whole(val, val_files)
         keys = {file.meta["key"] for file in files}
-        if both := [str(source) for source, file in zip(val, val_files, strict=True) if file.meta["key"] in keys]:
-            notes.append(f"trained on and held out, so eval_loss is not that of unseen data: {', '.join(both)}")
+        if shared := [str(source) for source, file in zip(val, val_files, strict=True) if file.meta["key"] in keys]:
+            notes.append(f"trained on and held out, so eval_loss is not that of unseen data: {', '.join(shared)}")
     elif share:
         before, text = len(rows), all(map(is_text, files))
         rows, unseen = documents.hold_out(rows, share, options.seed, options.seq_len * text)
@@ -254,7 +254,7 @@ def load_dataset(
     dataset = _lay_out(train, files, rows, codec, options)
     if held_out and drawn:
         notes += [f"of the rows held out: {line}" for line in held_out.report.losses()]
-    notes += notes_on(files, codec, how.renames, options)
+    notes += notes_on(files, codec, preparation.renames, options)
     report = replace(dataset.report, held_out=drawn, notes=tuple(notes))
     dataset = replace(dataset, report=report, held_out=held_out, general=general, scratch=scratch)
     if options.vocab_size is not None:
@@ -308,5 +308,5 @@ def _lay_out(
         )
     pieces, bounds = documents.packed(fitted.pieces, options.room, options.pack, options.scored)
     n = len(bounds) - 1
-    used = float(pieces["length"].sum()) / (n * options.room)
-    return Dataset(files, pieces, bounds, options, codec, replace(report, sequences=n, used=used))
+    filled = float(pieces["length"].sum()) / (n * options.room)
+    return Dataset(files, pieces, bounds, options, codec, replace(report, sequences=n, used=filled))

@@ -43,11 +43,11 @@ def counterparts(prompts: np.ndarray) -> np.ndarray:
     """
     n, order = len(prompts), np.argsort(prompts, kind="stable")
     first, stop = (np.searchsorted(prompts[order], prompts[order], side) for side in ("left", "right"))  # of a prompt
-    others = n - (stop - first)
-    if not others.all():
+    n_others = n - (stop - first)
+    if not n_others.all():
         raise InputError("--method kto compares an answer with that of another prompt, and there is one prompt alone.")
     result = np.empty(n, np.int64)
-    result[order] = order[(stop + (np.arange(n) - first) % others) % n]
+    result[order] = order[(stop + (np.arange(n) - first) % n_others) % n]
     return result
 
 
@@ -78,9 +78,9 @@ def weigh(rows: np.ndarray, weights: Sequence[float], seed: int) -> np.ndarray:
     """The rows, each of file f repeated weights[f] times; for the fractional part the seed selects rows."""
     repeats = np.zeros(len(rows), np.int64)
     for i, weight in enumerate(weights):
-        mine = np.flatnonzero(rows["file"][:, 0] == i)
-        repeats[mine] = int(weight)
-        repeats[mine[shuffled(len(mine), seed, _WEIGH + i)[: round((weight % 1) * len(mine))]]] += 1
+        of_file = np.flatnonzero(rows["file"][:, 0] == i)
+        repeats[of_file] = int(weight)
+        repeats[of_file[shuffled(len(of_file), seed, _WEIGH + i)[: round((weight % 1) * len(of_file))]]] += 1
     return np.repeat(rows, repeats, axis=0)
 
 
@@ -107,8 +107,8 @@ def fit(rows: np.ndarray, files: Sequence[TokenFile], seq_len: int, long: str | 
     longer: np.ndarray = np.asarray((rows["length"] > seq_len).any(1))
     n_longer = int(longer.sum())
     if long == "error" and n_longer:
-        what = f"{n_longer:,} rows have more than --seq-len {seq_len} tokens, the longest {longest:,}"
-        raise InputError(f"{what}. Give a larger --seq-len, or --long cut or drop.")
+        summary = f"{n_longer:,} rows have more than --seq-len {seq_len} tokens, the longest {longest:,}"
+        raise InputError(f"{summary}. Give a larger --seq-len, or --long cut or drop.")
     if long == "drop":
         rows, longer = rows[~longer], longer[~longer]
     text = np.array([is_text(file) for file in files])[rows["file"][:, 0]]
@@ -124,10 +124,10 @@ def fit(rows: np.ndarray, files: Sequence[TokenFile], seq_len: int, long: str | 
     for i in np.flatnonzero(np.repeat(longer & ~text, width)[document]):
         file, first, n_tokens, goes_on, _ = pieces[i].tolist()
         keep[i] = decode(files[file].read(first + 1, first + n_tokens + goes_on))[1].any()
-    whole: np.ndarray = np.asarray(keep.reshape(-1, width).all(1))
-    lost, n_split = int((~whole & ~split[document[::width] // width]).sum()), int(split.sum())
+    complete: np.ndarray = np.asarray(keep.reshape(-1, width).all(1))
+    lost, n_split = int((~complete & ~split[document[::width] // width]).sum()), int(split.sum())
     dropped = n_longer if long == "drop" else 0
-    fitted, alike = pieces.reshape(-1, width)[whole], 0
+    fitted, alike = pieces.reshape(-1, width)[complete], 0
     if width > 1:
         tokens = lambda piece: files[piece["file"]].read(int(piece["start"]), int(piece["start"] + piece["length"]))
         alike = sum(np.array_equal(tokens(a), tokens(b)) for a, b in fitted if a["length"] == b["length"])

@@ -104,11 +104,11 @@ def _tokenized(
 ) -> Iterator[tuple[int, Tokens | BadRow]]:
     """Yields the tokens of texts, with offsets but of running text."""
     running = {i: example for i in texts if isinstance(example := examples[i], Text) and not example.begins}
-    whole = [i for i, example in running.items() if not (example.before or example.after)]
+    plain = [i for i, example in running.items() if not (example.before or example.after)]
     limit(sum(len(text.text) for text in texts.values()))
-    for numbers, offsets in ((whole, False), ([i for i in texts if i not in running], True)):
+    for numbers, offsets in ((plain, False), ([i for i in texts if i not in running], True)):
         yield from zip(numbers, tokenizer.encode([texts[i].text for i in numbers], offsets), strict=True)
-    for i in running.keys() - whole:
+    for i in running.keys() - plain:
         yield i, tokenizer.part(running[i].before, running[i].text, running[i].after)
 
 
@@ -139,10 +139,10 @@ def _trained(
 def without_spaces(ids: np.ndarray, offsets: np.ndarray, text: str, greedy: Sequence[int]) -> np.ndarray:
     """The offsets (n, 2) without the spaces that `greedy` tokens take."""
     offsets = offsets.copy() if greedy else offsets
-    for at in np.flatnonzero(np.isin(ids, greedy)).tolist() if greedy else ():
-        start, stop = offsets[at].tolist()
-        taken = text[start:stop]
-        offsets[at] = start + len(taken) - len(taken.lstrip()), start + len(taken.rstrip())
+    for position in np.flatnonzero(np.isin(ids, greedy)).tolist() if greedy else ():
+        start, stop = offsets[position].tolist()
+        piece = text[start:stop]
+        offsets[position] = start + len(piece) - len(piece.lstrip()), start + len(piece.rstrip())
     return offsets
 
 

@@ -75,8 +75,8 @@ def find(text: str) -> Sources:
     if path.is_dir():
         return _folder(path, weight)
     magic = glob.has_magic(name) and not path.exists()
-    files, others = _sift(Path(path.anchor), str(path.relative_to(path.anchor))) if magic else ([path], Counter())
-    return Sources(_sources(files, name, weight), [], _unread(name, [], others))
+    files, unread = _sift(Path(path.anchor), str(path.relative_to(path.anchor))) if magic else ([path], Counter())
+    return Sources(_sources(files, name, weight), [], _unread(name, [], unread))
 
 
 def weighed(text: str) -> tuple[str, float]:
@@ -118,8 +118,8 @@ def _sources(files: Sequence[Path], name: str, weight: float) -> list[DataFile]:
     if len(texts) > 1:
         sources.append(DataFile(Path(name), weight, texts, f"{name} ({len(texts):,} texts)"))
     if not 0 < len(sources) <= MOST_FILES:
-        what = f"{len(sources):,} files to train on, expected 1 to {MOST_FILES} of {', '.join(KINDS)}"
-        raise InputError(f"{name}: {what}. Name one file, or join them into fewer.")
+        problem = f"{len(sources):,} files to train on, expected 1 to {MOST_FILES} of {', '.join(KINDS)}"
+        raise InputError(f"{name}: {problem}. Name one file, or join them into fewer.")
     return sources
 
 
@@ -127,22 +127,22 @@ def _sources(files: Sequence[Path], name: str, weight: float) -> list[DataFile]:
 
 
 def _folder(folder: Path, weight: float) -> Sources:
-    paths, others = _sift(folder, "**/*")
+    paths, unread = _sift(folder, "**/*")
     by_use, data = by_uses([path.relative_to(folder) for path in paths])
     train, held_out = by_use["train"] or by_use[""], by_use["valid"]
-    others.update(file_kind(path) for path in paths if path.relative_to(folder) not in data)
+    unread.update(file_kind(path) for path in paths if path.relative_to(folder) not in data)
     files = _sources([folder / name for name in train], str(folder), weight)
     valid = _sources([folder / name for name in held_out], str(folder), weight) if held_out else []
     _check_sets(folder, train)
     left = [path for path in data if path not in train and path not in held_out]
-    return Sources(files, valid, _unread(str(folder), left, others))
+    return Sources(files, valid, _unread(str(folder), left, unread))
 
 
 def _sift(root: Path, pattern: str) -> tuple[list[Path], Counter[str]]:
     """(files of data that match, how many others there are of each kind). Names that begin with a dot are left out
     unless the pattern has them. `**` does not follow links to folders, which may lead anywhere.
     """
-    data, others, named = list[Path](), Counter[str](), Path(pattern).parts
+    data, unread, named = list[Path](), Counter[str](), Path(pattern).parts
     for path in sorted(root.glob(pattern)):
         hidden = any(part[0] == "." and part not in named for part in path.relative_to(root).parts)
         if hidden or path.is_dir():
@@ -151,8 +151,8 @@ def _sift(root: Path, pattern: str) -> tuple[list[Path], Counter[str]]:
         if kind in KINDS and not (path.exists() and path.stat().st_size == 0):
             data.append(path)
         else:
-            others[f"empty {kind}" if kind in KINDS else kind] += 1
-    return data, others
+            unread[f"empty {kind}" if kind in KINDS else kind] += 1
+    return data, unread
 
 
 def by_uses(names: Sequence[Path]) -> tuple[dict[str, list[Path]], list[Path]]:
@@ -201,9 +201,9 @@ def _check_sets(folder: Path, files: Sequence[Path]) -> None:
         raise InputError(f"{folder}: {fault}. Name the files to read with --data.")
 
 
-def _unread(name: str, files: Sequence[Path], others: Mapping[str, int]) -> list[str]:
+def _unread(name: str, files: Sequence[Path], unread: Mapping[str, int]) -> list[str]:
     """A note on what is not read: counts of other files by kind, and these files."""
-    left = [*(f"{n:,} {kind}" for kind, n in sorted(others.items())), *(shown(str(path)) for path in files)]
+    left = [*(f"{n:,} {kind}" for kind, n in sorted(unread.items())), *(shown(str(path)) for path in files)]
     return [f"{name}: not read: {', '.join(left[:_NAMED])}{', …' if len(left) > _NAMED else ''}"] if left else []
 
 

@@ -140,9 +140,9 @@ def shape_of(row: Fields) -> str:
     return ""
 
 
-def unused_of(row: Fields, form: Form, example: Example, known: Iterable[str] = ()) -> list[str]:
+def unused_of(row: Fields, form: Form, example: Example, used: Iterable[str] = ()) -> list[str]:
     """Keys that have a value and are not read."""
-    return unread_keys(row, {*form.keys, *known, *(() if isinstance(example, Text) else form.others)})
+    return unread_keys(row, {*form.keys, *used, *(() if isinstance(example, Text) else form.others)})
 
 
 def check_row(row: Mapping[str, Any]) -> None:
@@ -153,8 +153,8 @@ def check_row(row: Mapping[str, Any]) -> None:
         words = ("true", "1", "1.0") if off else ("false",) if key in NUMBERS else ("false", "0", "0.0")
         part = isinstance(value, list) and off in value and "input_ids" not in row
         if part and all(flag in (0, 1) for flag in value) or str(value).strip().lower() in words:
-            what = f"{key!r} says that the row, or a part of it, is not trained"
-            raise BadRow(f"{what}: leave it out, or the column: --map unused={key}; in messages write 'train': false")
+            fault = f"{key!r} says that the row, or a part of it, is not trained"
+            raise BadRow(f"{fault}: leave it out, or the column: --map unused={key}; in messages write 'train': false")
 
 
 def string(row: Mapping[str, Any], key: str, default: str | None = None) -> str:
@@ -214,10 +214,10 @@ def _chat(row: Fields, columns: Sequence[tuple[str, list[Any], bool]], answered:
         elif conversation[0].get("content") != system["content"]:
             raise BadRow("has a 'system' column and a system message. Leave the column out: --map unused=system")
     answers = [message for message in conversation if message["role"] == "assistant"]
-    if answered and not any(map(_says, answers if len(columns) == 1 else answers[-1:])):
+    if answered and not any(map(_has_content, answers if len(columns) == 1 else answers[-1:])):
         raise BadRow(f"nothing to train on: {columns[-1][0]!r} has no words of the assistant")
     for message in answers:
-        if not _says(message):
+        if not _has_content(message):
             message["train"] = False  # learning to say nothing is not meant
     variables = typed(row.get("chat_template_kwargs") or {}, dict, "'chat_template_kwargs'", "an object")
     variables = {key: value for key, value in variables.items() if value is not None}
@@ -231,10 +231,10 @@ def with_system(example: Chat, system: str) -> Chat:
     return example._replace(messages=[{"role": "system", "content": system}, *example.messages], plain=None)
 
 
-def _says(message: Fields) -> bool:
+def _has_content(message: Fields) -> bool:
     content = message.get("content") or ""
-    says = any(text.strip() for text in content) if isinstance(content, list) else bool(content.strip())
-    return says or any(message.get(key) for key in ("reasoning_content", "tool_calls"))
+    has_text = any(text.strip() for text in content) if isinstance(content, list) else bool(content.strip())
+    return has_text or any(message.get(key) for key in ("reasoning_content", "tool_calls"))
 
 
 # ---------------------------------------------------------------- forms
@@ -291,17 +291,17 @@ def _ids(row: Fields) -> Ids:
     """`input_ids` without the padding that attention_mask leaves out. A token is trained if labels and all masks say
     so. Raises BadRow.
     """
-    ids = _whole(row, "input_ids")
-    column = lambda key, flags=True: _whole(row, key, len(ids), flags) if row.get(key) is not None else []
-    masks, labels, seen = [*filter(None, map(column, MASKS))], column("labels", False), column("attention_mask")
-    start, stop = (seen.index(1), len(ids) - seen[::-1].index(1)) if any(seen) else (0, len(ids))
-    parts = [] if row.get("seq_lengths") is None else _whole(row, "seq_lengths")
+    ids = _integers(row, "input_ids")
+    column = lambda key, flags=True: _integers(row, key, len(ids), flags) if row.get(key) is not None else []
+    masks, labels, attended = [*filter(None, map(column, MASKS))], column("labels", False), column("attention_mask")
+    start, stop = (attended.index(1), len(ids) - attended[::-1].index(1)) if any(attended) else (0, len(ids))
+    parts = [] if row.get("seq_lengths") is None else _integers(row, "seq_lengths")
     fault, places = "", column("position_ids", False)[start:stop]
     if unknown := [key for key in unread_keys(row, _READ) if key.endswith(("mask", "masks"))]:
         fault = (
             f"{unknown[0]!r} is not a known mask. Is 1 trained? --map loss_mask={unknown[0]}; else unused={unknown[0]}"
         )
-    elif not all(seen[start:stop]):
+    elif not all(attended[start:stop]):
         fault = "'attention_mask' leaves out all tokens, or some between others; only pads at the ends can be"
     elif len(parts) > 1 or any(after != before + 1 for before, after in pairwise(places)):
         fault = "'seq_lengths' or 'position_ids' say that the row holds several documents. Give each a row of its own"
@@ -316,14 +316,14 @@ def _ids(row: Fields) -> Ids:
     return Ids(ids[start:stop], None if all(trained) else trained)
 
 
-def _whole(row: Fields, key: str, n: int = 0, flags: bool = False) -> list[int]:
+def _integers(row: Fields, key: str, n: int = 0, flags: bool = False) -> list[int]:
     """A list of whole numbers, if n > 0 of n; with `flags` of 0 and 1. Raises BadRow."""
     values = row[key]
     kinds = {*map(type, values)} if isinstance(values, list) else {type(None)}
     right = kinds <= ({int, bool} if flags else {int}) and not (flags and not {*values} <= {0, 1})
     if not values or not right or len(values) != (n or len(values)):
-        what = f"a list of {f'{n} ' if n else ''}whole numbers{', 0 or 1' if flags else ''}"
-        raise BadRow(f"{key!r} is {kind_of(values)}, expected {what}")
+        expected = f"a list of {f'{n} ' if n else ''}whole numbers{', 0 or 1' if flags else ''}"
+        raise BadRow(f"{key!r} is {kind_of(values)}, expected {expected}")
     return values
 
 

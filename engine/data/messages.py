@@ -54,73 +54,73 @@ def is_message(value: Any) -> bool:
     return any(key in keys for key in KEYS["role"]) and bool({*KEYS["content"], "tool_calls"} & keys)
 
 
-def read_message(turn: Any, where: str) -> tuple[Fields, bool]:
+def read_message(turn: Any, location: str) -> tuple[Fields, bool]:
     """(a message under our names, whether it is a call that is a turn of its own). Null values count as absent;
     "train": False marks what is not trained; keys that are not ours are left to the template. Raises BadRow.
     """
-    message = {key: value for key, value in typed(turn, dict, where, "{role, content}").items() if value is not None}
+    message = {key: value for key, value in typed(turn, dict, location, "{role, content}").items() if value is not None}
     for ours in ("role", "content"):
         theirs = next((key for key in KEYS[ours] if key in message), ours)
         if theirs != ours:
             message[ours] = message.pop(theirs)
-    refuse_media(message, f"{where}: ")
+    refuse_media(message, f"{location}: ")
     role = message["role"] = role_of(message)
     calls = [value for key in KEYS["tool_calls"] if (value := message.pop(key, None)) not in EMPTY]
     if role == "call":
         calls.append(message.pop("content", None))
         message |= {"role": "assistant", "content": ""}
-    _read_content(message, where)
-    says = calls or "content" in message or "reasoning_content" in message
+    _read_content(message, location)
+    has_content = calls or "content" in message or "reasoning_content" in message
     fault = "has calls, and only an assistant calls" if calls and message["role"] != "assistant" else ""
-    fault = fault if role and says else f"has no {'content' if role else 'role'!r}"
+    fault = fault if role and has_content else f"has no {'content' if role else 'role'!r}"
     if fault:
-        raise BadRow(f"{where} {fault}; its keys: {', '.join(map(repr, turn))}")
+        raise BadRow(f"{location} {fault}; its keys: {', '.join(map(repr, turn))}")
     if calls:
-        values = [_parsed(value, f"{where}: the call") for value in calls]
+        values = [_parsed(value, f"{location}: the call") for value in calls]
         flat = [call for value in values for call in (value if isinstance(value, list) else [value])]
-        message["tool_calls"] = [_read_call(_parsed(call, f"{where}: a call"), where) for call in flat]
-    return message if _is_trained(message, where) else {**message, "train": False}, role == "call"
+        message["tool_calls"] = [_read_call(_parsed(call, f"{location}: a call"), location) for call in flat]
+    return message if _is_trained(message, location) else {**message, "train": False}, role == "call"
 
 
-def _read_content(message: Fields, where: str) -> None:
+def _read_content(message: Fields, location: str) -> None:
     """A list of parts becomes a text if it has one, else a list of texts. Thoughts, also among the parts, get our name.
     Raises BadRow, also if there are several thoughts that differ.
     """
     thoughts = [message.pop(key) for key in KEYS["reasoning_content"] if key in message]
     content = message.get("content", "")
     if isinstance(content, list):
-        parts = [_read_part(part, where) for part in content]
+        parts = [_read_part(part, location) for part in content]
         texts = [text for text, is_thought in parts if not is_thought]
         message["content"] = texts if len(texts) > 1 else "".join(texts)
         thoughts.append("\n".join(text for text, is_thought in parts if is_thought))
     else:
-        typed(content, str, f"{where}: 'content'", "a string")
+        typed(content, str, f"{location}: 'content'", "a string")
     if thoughts := [thought for thought in thoughts if thought not in (*EMPTY, False)]:
         if any(thought != thoughts[0] for thought in thoughts):
-            raise BadRow(f"{where} has its reasoning_content, the reasoning, twice, and they differ")
-        message["reasoning_content"] = typed(thoughts[0], str, f"{where}: its reasoning_content", "a string")
+            raise BadRow(f"{location} has its reasoning_content, the reasoning, twice, and they differ")
+        message["reasoning_content"] = typed(thoughts[0], str, f"{location}: its reasoning_content", "a string")
 
 
-def _read_part(part: Any, where: str) -> tuple[str, bool]:
+def _read_part(part: Any, location: str) -> tuple[str, bool]:
     """(what a part of a content says, whether it is a thought). Raises BadRow."""
-    of = {"text": part} if isinstance(part, str) else typed(part, dict, f"{where}: a part of its content", "text")
-    kind = of.get("type", "text")
-    values = next((of[key] for key in _PARTS.get(str(kind), ()) if of.get(key) is not None), None)
+    item = {"text": part} if isinstance(part, str) else typed(part, dict, f"{location}: a part of its content", "text")
+    kind = item.get("type", "text")
+    values = next((item[key] for key in _PARTS.get(str(kind), ()) if item.get(key) is not None), None)
     values = values if isinstance(values, list) and kind in _THOUGHTS else [values]
     texts = [text.get("text") if isinstance(text, dict) and kind in _THOUGHTS else text for text in values]
     if not texts or not all(isinstance(text, str) for text in texts):
-        keys = ", ".join(map(repr, of))
-        raise BadRow(f"{where} holds a part of type {kind!r} ({keys}); only text can be trained on")
+        keys = ", ".join(map(repr, item))
+        raise BadRow(f"{location} holds a part of type {kind!r} ({keys}); only text can be trained on")
     return "\n".join(map(str, texts)), kind in _THOUGHTS
 
 
-def _is_trained(message: Fields, where: str) -> bool:
+def _is_trained(message: Fields, location: str) -> bool:
     """Removes the keys that say whether the message is trained; returns what they say. Raises BadRow."""
     trained = True
     for key in [key for key in (*LEARNED, *MASKED) if key in message]:
         value, masks = message.pop(key), key in MASKED
         if not isinstance(value, bool if masks else (bool, int, float)) or value not in (0, 1):
-            raise BadRow(f"{where}: {key!r} is {value!r}, expected {'true or false' if masks else '0 or 1'}")
+            raise BadRow(f"{location}: {key!r} is {value!r}, expected {'true or false' if masks else '0 or 1'}")
         trained = trained and bool(value) != masks
     return trained
 
@@ -128,12 +128,12 @@ def _is_trained(message: Fields, where: str) -> bool:
 # ---------------------------------------------------------------- tools and calls
 
 
-def _parsed(value: Any, what: str) -> Any:
+def _parsed(value: Any, name: str) -> Any:
     """A value, or what it holds as JSON in a string. Raises BadRow."""
     try:
         return json_of(value) if isinstance(value, str) else value
     except (ValueError, RecursionError) as error:
-        raise BadRow(f"{what} is a string that is not JSON ({error})") from None
+        raise BadRow(f"{name} is a string that is not JSON ({error})") from None
 
 
 def read_tools(row: Fields) -> list[Fields] | None:
@@ -150,18 +150,18 @@ def read_tools(row: Fields) -> list[Fields] | None:
     return [{"type": "function", "function": t} if "name" in t and "function" not in t else t for t in tools]
 
 
-def _read_call(call: Any, where: str) -> Fields:
+def _read_call(call: Any, location: str) -> Fields:
     """A call with arguments that are JSON, of {function: {name, arguments}} or what is in it. Raises BadRow."""
     function: Any = call.get("function", call) if isinstance(call, dict) else None
     function = function if isinstance(function, dict) else {}
     name, keys = function.get("name"), function.keys()
-    known = bool(keys & {*_ARGUMENTS}) or keys <= {"name", "id", "type", "index"}  # else arguments may be lost
-    if not known or not name or not isinstance(name, str) or not isinstance(call.get("id") or "", (str, int)):
-        raise BadRow(f"{where}: a call is {json.dumps(call, default=str)[:80]}, expected {{id, name, arguments}}")
+    standard = bool(keys & {*_ARGUMENTS}) or keys <= {"name", "id", "type", "index"}  # else arguments may be lost
+    if not standard or not name or not isinstance(name, str) or not isinstance(call.get("id") or "", (str, int)):
+        raise BadRow(f"{location}: a call is {json.dumps(call, default=str)[:80]}, expected {{id, name, arguments}}")
     arguments: Any = next((function[key] for key in _ARGUMENTS if function.get(key) is not None), {})
     arguments = {} if isinstance(arguments, str) and not arguments.strip() else arguments
-    what = f"{where}: the arguments of a call of {name!r}"
-    values = typed(_parsed(arguments, what), dict, what, "an object")
+    subject = f"{location}: the arguments of a call of {name!r}"
+    values = typed(_parsed(arguments, subject), dict, subject, "an object")
     about = {key: value for key, value in call.items() if key in ("id", "type", "index")}  # an index says its order
     called = {"name": name, "arguments": arguments if values else {}}  # as they are: a text, or an object
     return {"id": "", "type": "function", **about, "function": called}

@@ -84,8 +84,8 @@ class Preparation:
         return opened(self.folder, key) or _File(self, source).write(self.folder, key)
 
     def _key(self, source: DataFile) -> str:
-        o, what = self.options, f"{source.path.name} (checksum)"
-        content = digest(source.files, lambda done: self.progress(what, done, source.size))
+        o, label = self.options, f"{source.path.name} (checksum)"
+        content = digest(source.files, lambda done: self.progress(label, done, source.size))
         facts = (self.codec.facts.tokenizer, self.codec.facts.template) if self.codec else None
         labels = o.labels if o.kind == "classes" else None
         rows = (self.renames, o.skip_bad, o.max_samples, o.media, o.system, o.variables, o.kind, labels)
@@ -105,9 +105,9 @@ class _Pending(NamedTuple):
 class _File:
     """A file while it is tokenized."""
 
-    def __init__(self, how: Preparation, source: DataFile):
-        self.how, self.options, self.source = how, how.options, source
-        self.vocabulary = how.codec.facts.vocab_size if how.codec else 1 << 31
+    def __init__(self, preparation: Preparation, source: DataFile):
+        self.how, self.options, self.source = preparation, preparation.options, source
+        self.vocabulary = preparation.codec.facts.vocab_size if preparation.codec else 1 << 31
         self.rows = Rows(source.files, self.options.max_samples)
         self.classes = classes_of(self.options.labels)
         self.pending = deque[_Pending]()
@@ -118,7 +118,7 @@ class _File:
         self.first = (0, "")  # bad row, its fault
         self.forms, self.counts = Counter[str](), Counter(chats=0, tools=0)
         self.unused: dict[str, None] = {}  # keys, in order
-        self.absent = set(how.renames)  # columns of --map that no row has
+        self.absent = set(preparation.renames)  # columns of --map that no row has
 
     @property
     def hopeless(self) -> bool:
@@ -133,8 +133,8 @@ class _File:
         """The tokens of all rows. Raises InputError if rows are bad, or none is good."""
         self.writer = Writer(folder, key)
         try:
-            for batch, made in encoded(self.how.codec, self._batches(), self.rows.size):
-                self._put_all(batch, made)
+            for batch, codes in encoded(self.how.codec, self._batches(), self.rows.size):
+                self._put_all(batch, codes)
                 self.how.progress(self.source.path.name, self.rows.position, self.rows.size)
             self._judge()
             if self.options.kind == "labels":
@@ -154,15 +154,15 @@ class _File:
     # ------------------------------------------------ rows
 
     def _batches(self) -> Iterator[Numbered]:
-        batch, characters, most = Numbered(), 0, _FIRST_ROWS
+        batch, characters, n_rows = Numbered(), 0, _FIRST_ROWS
         for row in self.rows:
             for example, pending, nbytes in self._examples(row):
                 batch.append((row.number, example))
                 self.pending.append(pending)
                 characters += nbytes
-                if len(batch) >= most or characters >= _BATCH_CHARACTERS:
+                if len(batch) >= n_rows or characters >= _BATCH_CHARACTERS:
                     yield batch
-                    batch, characters, most = Numbered(), 0, min(_BATCH_ROWS, 2 * most)
+                    batch, characters, n_rows = Numbered(), 0, min(_BATCH_ROWS, 2 * n_rows)
         if batch:
             yield batch
 
@@ -227,22 +227,22 @@ class _File:
         if not self.hopeless and self.bad < self.n:
             return
         judged = self.n if self.forms or not self.refused else self.bad  # the rest has not been tried
-        of = f"{'the first ' * (judged < self.n)}{count(judged, 'row')}"
-        counts = f" {self.bad:,} of {of} bad" if self.bad else " Name another file with --data"
+        sample = f"{'the first ' * (judged < self.n)}{count(judged, 'row')}"
+        counts = f" {self.bad:,} of {sample} bad" if self.bad else " Name another file with --data"
         skip = "; --skip-bad drops and counts them" if self.bad < judged else ""
         raise InputError(f"{self.source} {self.first_bad.rstrip('.') or 'holds no rows'}.{counts}{skip}.")
 
     # ------------------------------------------------ tokens
 
-    def _put_all(self, batch: Numbered, made: Encoded) -> None:
-        self.counts.update(made.counts)
-        self.unused |= dict.fromkeys(made.unread)
-        at, media = 0, [token for token, _ in self.options.media]
-        suspect = len(made.ids) and (made.ids.max() >= self.vocabulary or (media and np.isin(made.ids, media).any()))
-        for i, (length, (number, _)) in enumerate(zip(made.lengths, batch, strict=True)):
-            ids, trained = made.ids[at : at + length], made.trained[at : at + length]
-            at += length
-            fault = made.faults.get(i) or (self._fault(ids, trained) if suspect or self.options.kind else "")
+    def _put_all(self, batch: Numbered, codes: Encoded) -> None:
+        self.counts.update(codes.counts)
+        self.unused |= dict.fromkeys(codes.unread)
+        start, media = 0, [token for token, _ in self.options.media]
+        suspect = len(codes.ids) and (codes.ids.max() >= self.vocabulary or (media and np.isin(codes.ids, media).any()))
+        for i, (length, (number, _)) in enumerate(zip(codes.lengths, batch, strict=True)):
+            ids, trained = codes.ids[start : start + length], codes.trained[start : start + length]
+            start += length
+            fault = codes.faults.get(i) or (self._fault(ids, trained) if suspect or self.options.kind else "")
             self._put(number, ids, trained, fault)
 
     def _fault(self, ids: np.ndarray, trained: np.ndarray) -> str:
@@ -282,7 +282,7 @@ class _File:
 
         prompts = (parts(i)[0].tobytes() for i in range(file.n_documents))
         hashes = np.array([crc32(prompt) << 32 | adler32(prompt) for prompt in prompts], np.uint64)
-        for i, other in enumerate(counterparts(hashes).tolist()):
-            prompt, (_, answer, learned) = parts(i)[0], parts(other)
+        for i, counterpart in enumerate(counterparts(hashes).tolist()):
+            prompt, (_, answer, learned) = parts(i)[0], parts(counterpart)
             trained = np.concatenate([np.zeros(len(prompt), bool), learned])
             self.writer.add(np.concatenate([prompt, answer]), trained, True, float(file.weights[i]))

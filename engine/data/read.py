@@ -79,22 +79,22 @@ def kind_of(value: object) -> str:
     return names.get(type(value), type(value).__name__)
 
 
-def typed(value: Any, kind: type | tuple[type, ...], what: str, expected: str) -> Any:
+def typed(value: Any, kind: type | tuple[type, ...], name: str, expected: str) -> Any:
     """The value. Raises BadRow if it is not of that type."""
     if not isinstance(value, kind):
-        raise BadRow(f"{what} is {kind_of(value)}, expected {expected}")
+        raise BadRow(f"{name} is {kind_of(value)}, expected {expected}")
     return value
 
 
 # ---------------------------------------------------------------- bytes
 
 
-def refuse_media(fields: Mapping[str, Any], where: str = "") -> None:
+def refuse_media(fields: Mapping[str, Any], location: str = "") -> None:
     """Raises BadRow if a column, or a key at `where`, has images, videos or audio."""
     for key, value in fields.items():
         if _MEDIA.fullmatch(key) and value not in (*EMPTY, "[]", "{}", "null"):
-            way_out = "" if where else f". Where its text stands alone, leave the column out: --map unused={key}"
-            raise BadRow(f"{where}{key!r} holds content that is not text; only text can be trained on{way_out}")
+            way_out = "" if location else f". Where its text stands alone, leave the column out: --map unused={key}"
+            raise BadRow(f"{location}{key!r} holds content that is not text; only text can be trained on{way_out}")
 
 
 def file_kind(path: Path) -> str:
@@ -126,12 +126,12 @@ def _foreign(line: bytes, name: str, suffix: str) -> str:
     """What is wrong with a file by its first line and its name's suffix ("": standard input), and what to do."""
     if not line:
         return "is empty. Name another file with --data"
-    what, ending, command = next((of for sign, of in _SIGNS.items() if line.startswith(sign)), ("", "", ""))
-    if what and ending and suffix:
-        return f"is {what}. Rename it, so that it ends in {ending}" if suffix != ending else ""
-    if what:
+    content, ending, command = next((entry for sign, entry in _SIGNS.items() if line.startswith(sign)), ("", "", ""))
+    if content and ending and suffix:
+        return f"is {content}. Rename it, so that it ends in {ending}" if suffix != ending else ""
+    if content:
         convert = f"Convert it first: {command} {quoted(name) if suffix else 'FILE | trireme …'}"
-        return f"is {what}. {convert if command else 'Name a file of rows'}"
+        return f"is {content}. {convert if command else 'Name a file of rows'}"
     text = line.decode("utf-8", "replace").strip("\ufeff \t\r\n")
     if suffix in (*TEXTS, ".csv", ".tsv") and _ROW.match(text) and _NAMES & {*re.findall(r'"(\w+)"\s*:', text)}:
         return "holds rows of JSON. Rename it, so that it ends in .jsonl"
@@ -190,8 +190,8 @@ def fault_of(error: Exception) -> str:
         return f"is not CSV ({error}): a quotation mark may be missing"
     if isinstance(error, BadRow):
         return str(error)
-    what = " ".join(str(error).partition(";")[0].split()).rstrip(".")
-    return "is nested too deeply" if isinstance(error, RecursionError) else f"cannot be read ({what})"
+    message = " ".join(str(error).partition(";")[0].split()).rstrip(".")
+    return "is nested too deeply" if isinstance(error, RecursionError) else f"cannot be read ({message})"
 
 
 def _object(value: object) -> Fields | BadRow:

@@ -79,8 +79,8 @@ class Report:
         if summed:
             lines.append(f"{len(summed):,} more files: {count(sum(file.meta['rows'] for file in summed), 'row')}")
         held_out = f"{self.held_out} held out; " if self.held_out else ""
-        of = "before weights: " if any(file.weight != 1 for file in self.files) else ""
-        lines += [held_out + of + self.counts[0], *self.counts[1:], *self.losses()]
+        prefix = "before weights: " if any(file.weight != 1 for file in self.files) else ""
+        lines += [held_out + prefix + self.counts[0], *self.counts[1:], *self.losses()]
         packed, single = ("packed into ", "") if o.pack else ("", ", one row each")
         lines.append(
             f"{packed}{count(self.sequences, 'sequence')} of up to {o.room:,} tokens{single}; "
@@ -95,10 +95,10 @@ class Report:
             beyond = "dropped, as what they train lies beyond it"
             cut = f.longer - f.split - f.dropped - f.lost
             counts = {"cut": cut, "split": f.split, "dropped": f.dropped, beyond: f.lost}
-            what = ", ".join(f"{n:,} {word}" for word, n in counts.items() if n)
+            parts = ", ".join(f"{n:,} {word}" for word, n in counts.items() if n)
             share = percent(f.longer / f.rows)
             lines.append(
-                f"at --seq-len {o.seq_len}: longer {count(f.longer, 'row')} ({share}): {what}; --seq-len {f.longest} "
+                f"at --seq-len {o.seq_len}: longer {count(f.longer, 'row')} ({share}): {parts}; --seq-len {f.longest} "
                 f"keeps all   (--long cut|drop|{'' if o.paired else 'split|'}error)"
             )
         if f.unlearnable:
@@ -135,12 +135,12 @@ def notes_on(
     if facts.template and joined:
         theirs = {ours: name for name, ours in renames.items()}
         names = {"instruction": "prompt"} | ({"output": "completion"} if "completion" in joined else {})
-        way = ",".join(f"{ours}={theirs.get(name, name)}" for ours, name in names.items())
-        notes.append(f"{WARNING}prompt and answer are joined without the chat template; with it: --map {way}")
+        mapping = ",".join(f"{ours}={theirs.get(name, name)}" for ours, name in names.items())
+        notes.append(f"{WARNING}prompt and answer are joined without the chat template; with it: --map {mapping}")
     if n["unwritten"]:
         share = percent(n["unwritten"] / max(1, n["said"]))
-        what = f"the chat template leaves out {share} of what the assistant says, which is not trained: to train it too"
-        notes.append(f"{what}, --chat-template FILE that writes it (reasoning is message.reasoning_content)")
+        lost = f"the chat template leaves out {share} of what the assistant says, which is not trained: to train it too"
+        notes.append(f"{lost}, --chat-template FILE that writes it (reasoning is message.reasoning_content)")
     return notes + [note.format(count(n[name], noun)) for name, (noun, note) in _LEARNED.items() if n[name]]
 
 

@@ -84,7 +84,7 @@ def _opened(pyarrow: Any, file: BinaryIO, arrow: bool) -> tuple[Any, Any]:
     def parts(names: Sequence[str]) -> Iterator[Any]:
         for block in blocks:
             block.validate(full=True)  # offsets of a damaged file point anywhere
-            yield from (block.select(names).slice(at, _BATCH) for at in range(0, block.num_rows, _BATCH))
+            yield from (block.select(names).slice(start, _BATCH) for start in range(0, block.num_rows, _BATCH))
 
     return table.schema, parts
 

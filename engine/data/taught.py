@@ -63,8 +63,8 @@ def read_names(folder: str | Path) -> Names:
     except (OSError, ValueError) as error:
         content, fault = {}, f": {why(error)}"
     if fault or content["format"] != FORMAT or not content["top_k"]:
-        what = f"its content{fault}" if fault else f"expected {FORMAT!r} with top-k tokens, which distillation needs"
-        raise InputError(f"{path} cannot be used: {what}. Score the data again, with --top-k 64.")
+        form = f"its content{fault}" if fault else f"expected {FORMAT!r} with top-k tokens, which distillation needs"
+        raise InputError(f"{path} cannot be used: {form}. Score the data again, with --top-k 64.")
     return Names(Path(folder), content["model"], content["tokenizer"], content["top_k"], tuple(content["sources"]))
 
 
@@ -147,9 +147,9 @@ def places_of(files: Sequence[TokenFile], pieces: np.ndarray) -> np.ndarray:
     first = np.cumsum([0, *(len(file.offsets) - 1 for file in files)])
     result = np.zeros((len(pieces), 2), np.int64)
     for i, file in enumerate(files):
-        mine = pieces["file"] == i
-        number = np.searchsorted(file.offsets, pieces["start"][mine], "right") - 1
-        result[mine] = np.stack([first[i] + number, pieces["start"][mine] - file.offsets[number]], 1)
+        of_file = pieces["file"] == i
+        number = np.searchsorted(file.offsets, pieces["start"][of_file], "right") - 1
+        result[of_file] = np.stack([first[i] + number, pieces["start"][of_file] - file.offsets[number]], 1)
     return result
 
 
@@ -175,16 +175,16 @@ def taught_by(names: Names, data: Dataset, vocab: int) -> Teacher:
     order = np.argsort(place, kind="stable")
     file = np.array([numbers[file.meta["key"]] for file in data.files])[data.pieces["file"]]
     wanted = (file << _BITS) + data.pieces["start"]
-    at = order[np.searchsorted(place[order], wanted).clip(max=len(order) - 1)]
-    there, row, counts = place[at] == wanted, np.concatenate(rows)[at], np.zeros(len(at), np.int32)
+    index = order[np.searchsorted(place[order], wanted).clip(max=len(order) - 1)]
+    match, row, counts = place[index] == wanted, np.concatenate(rows)[index], np.zeros(len(index), np.int32)
     for i, ((part, first, n), labels) in enumerate(zip(row.tolist(), data.labels(), strict=True)):
         counts[i] = len(labels)
-        there[i] &= len(labels) <= n and np.array_equal(
+        match[i] &= len(labels) <= n and np.array_equal(
             parts[part].tables["label"][first : first + len(labels)], labels
         )
-    if not there.all():
+    if not match.all():
         raise InputError(
-            f"{names.folder} lacks {int((~there).sum()):,} of the data's {len(there):,} documents or parts of them, as "
+            f"{names.folder} lacks {int((~match).sum()):,} of the data's {len(match):,} documents or parts of them, as "
             f"read here. Score the same files, all rows, also of --val, with --top-k {names.k} and the same tokenizer, "
             "chat template, columns, --seq-len and --long."
         )

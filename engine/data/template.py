@@ -179,9 +179,9 @@ class Template:
         """The same template with more variables. Raises BadRow for those that are not a user's."""
         if fixed := [name for name in variables if name in _FIXED]:
             raise BadRow(f"'chat_template_kwargs' sets {fixed[0]!r}, which is not a variable: leave it out")
-        other = copy(self)
-        other._variables = self._variables | dict(variables)
-        return other
+        template = copy(self)
+        template._variables = self._variables | dict(variables)
+        return template
 
     def text(self, messages: Sequence[Fields], tools: list[Fields] | None, prompt: bool = False) -> str:
         """`prompt`: adds the opening of the next message. Raises BadRow if the template refuses."""
@@ -210,21 +210,21 @@ class Template:
 
         say = lambda role, content, **thoughts: {"role": role, "content": content, **thoughts}
         takes = writes(say("user", [_part(PROBE)]))
-        others = takes and not writes(say("user", PROBE))
-        before = say("user", [_part("?")] if others else "?")
-        mine = not writes(before, say("assistant", PROBE)) and writes(before, say("assistant", [_part(PROBE)]))
-        thought = say("assistant", [_part("!")] if mine else "!", **dict.fromkeys(THOUGHTS, PROBE))
+        user = takes and not writes(say("user", PROBE))
+        before = say("user", [_part("?")] if user else "?")
+        assistant = not writes(before, say("assistant", PROBE)) and writes(before, say("assistant", [_part(PROBE)]))
+        thought = say("assistant", [_part("!")] if assistant else "!", **dict.fromkeys(THOUGHTS, PROBE))
         parts = say("assistant", [_part(PROBE, "thinking"), _part("!")])
-        return takes, (others, mine, not writes(before, thought) and writes(before, parts))
+        return takes, (user, assistant, not writes(before, thought) and writes(before, parts))
 
     def _as_taken(self, message: Fields) -> Fields:
         """A message with its thoughts under all names that templates read, and with a list of parts as its text if the
         template takes no other form.
         """
-        others, mine, as_part = self._parts
+        user, assistant, as_part = self._parts
         content, thoughts = message.get("content"), thoughts_of(message)
         message = message if thoughts is None else message | dict.fromkeys(THOUGHTS, thoughts)
-        as_list = mine if message.get("role") == "assistant" else others
+        as_list = assistant if message.get("role") == "assistant" else user
         if not (thoughts and as_part) and not (as_list and isinstance(content, str)):
             return message
         parts = [_part(content)] if isinstance(content, str) and content else content or []
@@ -263,18 +263,18 @@ def _read_marks(marked: str) -> Rendering:
     parts = list[str]()
     turns, generated = dict[int, list[Span]](), dict[int, list[Span]]()
     open_turns, open_blocks = list[tuple[int, int]](), list[tuple[int, int]]()  # (message, start)
-    at = done = 0
+    position = end = 0
     for mark in _MARK.finditer(marked):
-        parts.append(marked[done : mark.start()])
-        at, done = at + mark.start() - done, mark.end()
+        parts.append(marked[end : mark.start()])
+        position, end = position + mark.start() - end, mark.end()
         if mark[1]:
-            open_turns.append((int(mark[1]), at))
+            open_turns.append((int(mark[1]), position))
         elif mark[0] == _GENERATION:
-            open_blocks.append((open_turns[-1][0] if open_turns else -1, at))
+            open_blocks.append((open_turns[-1][0] if open_turns else -1, position))
         else:
             written, unclosed = (generated, open_blocks) if mark[0] == _DONE else (turns, open_turns)
-            message, start = unclosed.pop() if unclosed else (0, at)
-            if start < at:
-                written.setdefault(message, []).append((start, at))
-    parts.append(marked[done:])
+            message, start = unclosed.pop() if unclosed else (0, position)
+            if start < position:
+                written.setdefault(message, []).append((start, position))
+    parts.append(marked[end:])
     return Rendering("".join(parts), turns, generated)

@@ -132,18 +132,18 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
         spec["model"] = model | {"dropout": None}
     try:
         added = _added(stored, config, older, by_name)
-        core = _made(spec, added)
+        core = _build(spec, added)
         probe = next((text for text in _PROBES if core.encode(text, add_special_tokens=False).ids), "")
         lead, tail = _around(*(core.encode(probe, add_special_tokens=wanted).ids for wanted in (False, True)))
-        core = _made(spec | {"post_processor": None}, added)  # it adds tokens and may trim offsets
+        core = _build(spec | {"post_processor": None}, added)  # it adds tokens and may trim offsets
         core.encode_special_tokens = config.get("split_special_tokens") is True
         names = {name: text for name, token in _named(config, older).items() if (text := _text(token)) is not None}
         ends, bos = next(filter(None, (_ends_of(core, fields) for fields in models)), []), tuple(lead)
         if (adds := config.get("add_bos_token")) is not None:
             first = core.token_to_id(names.get("bos_token", ""))
             bos = (first,) if adds and first is not None else ()
-        others = [*tail[-1:], *ends, core.token_to_id("<|endoftext|>")]
-        eos = core.token_to_id(names["eos_token"]) if "eos_token" in names else others[0]
+        candidates = [*tail[-1:], *ends, core.token_to_id("<|endoftext|>")]
+        eos = core.token_to_id(names["eos_token"]) if "eos_token" in names else candidates[0]
         np.array([*bos, eos or 0], np.int32)  # they fit
     except BaseException as error:
         raise InputError(f"{folder / 'tokenizer.json'}: {_fault(error)}. Download it again.") from None
@@ -155,7 +155,7 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     return Tokenizer(core, folder, names, bos, eos, config, fingerprint, unknown, tuple(filter(None, stops)))
 
 
-def _made(spec: Fields, added: list[tokenizers.AddedToken]) -> tokenizers.Tokenizer:
+def _build(spec: Fields, added: list[tokenizers.AddedToken]) -> tokenizers.Tokenizer:
     core = tokenizers.Tokenizer.from_str(json.dumps(spec))
     core.add_tokens(added)
     return core
@@ -205,12 +205,12 @@ def _added(spec: Fields, config: Fields, older: Fields, by_name: Fields) -> list
         by_id = {i: tokenizers.AddedToken(text, **kinds[text]) for text, i in by_name.items()}
         by_id |= {token["id"]: _token(token) for token in in_spec}
     result = [token for _, token in sorted(by_id.items())]
-    known = {token.content for token in result} | {_text(token) for token in in_spec}
+    texts = {token.content for token in result} | {_text(token) for token in in_spec}
     for token in (*ordered, *extra):
-        if (text := _text(token)) and text not in known:
+        if (text := _text(token)) and text not in texts:
             result.append(_token(token, special=True))
             result[-1].special |= token in ordered
-            known.add(text)
+            texts.add(text)
     return result
 
 
@@ -225,11 +225,11 @@ def _token(token: Any, special: bool = False) -> tokenizers.AddedToken:
     return tokenizers.AddedToken(_text(token), **(flags or {"special": special}))
 
 
-def _around(plain: list[int], whole: list[int]) -> tuple[list[int], list[int]]:
+def _around(plain: list[int], full: list[int]) -> tuple[list[int], list[int]]:
     """(what the post-processor puts before a text, what it puts after it)."""
-    for at in range(len(whole) - len(plain) + 1) if plain else ():
-        if whole[at : at + len(plain)] == plain:
-            return whole[:at], whole[at + len(plain) :]
+    for start in range(len(full) - len(plain) + 1) if plain else ():
+        if full[start : start + len(plain)] == plain:
+            return full[:start], full[start + len(plain) :]
     return [], []
 
 
@@ -256,19 +256,19 @@ def load_template(
     """The template of `choice`, from read_choice, or the checkpoint's, if it has one. Raises InputError,
     MemoryError.
     """
-    where, sources = (choice[0], {"default": choice[1]}) if choice else _templates_of(tokenizer)
+    origin, sources = (choice[0], {"default": choice[1]}) if choice else _templates_of(tokenizer)
     if not sources:
         return None
     if "default" not in sources or not all(isinstance(text, str) for pair in sources.items() for text in pair):
-        raise InputError(f"{where} has no text as its default 'chat_template'. Name a file: --chat-template FILE.")
+        raise InputError(f"{origin} has no text as its default 'chat_template'. Name a file: --chat-template FILE.")
     try:
-        variables = tokenizer.specials | (_ends(tokenizer) if where in BUILT_IN else {})
+        variables = tokenizer.specials | (_ends(tokenizer) if origin in BUILT_IN else {})
         return ChatTemplate(sources, variables, date, tokenizer.stops, tokenizer.eos_token)
     except MemoryError:
         raise
     except Exception as error:  # compiling runs constant code
         line = f"line {error.lineno}: " if isinstance(error, jinja2.TemplateSyntaxError) else ""
-        raise InputError(f"{where}: the chat template does not compile, {line}{error}.") from None
+        raise InputError(f"{origin}: the chat template does not compile, {line}{error}.") from None
 
 
 def cut_marks(tokenizer: Tokenizer, template: ChatTemplate) -> list[str]:
@@ -283,8 +283,8 @@ def cut_marks(tokenizer: Tokenizer, template: ChatTemplate) -> list[str]:
 
 def standalone(tokenizer: Tokenizer, choice: tuple[str, str]) -> str:
     """The template for other programs: a built-in one sets the tokens that it needs."""
-    where, source = choice
-    ends = _ends(tokenizer) if where in BUILT_IN else {}
+    origin, source = choice
+    ends = _ends(tokenizer) if origin in BUILT_IN else {}
     return "".join(f"{{%- set {name} = {json.dumps(token)} %}}\n" for name, token in ends.items()) + source
 
 
@@ -309,8 +309,8 @@ def _templates_of(tokenizer: Tokenizer) -> tuple[str, dict[str, str]]:
     return str(path), (written if isinstance(written, dict) else {"default": written} if written else {}) | named
 
 
-def _template(path: Path, what: str = "") -> str:
+def _template(path: Path, name: str = "") -> str:
     try:
         return read_text(path)
     except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{what}{path}: {why(error)}.") from None
+        raise InputError(f"{name}{path}: {why(error)}.") from None

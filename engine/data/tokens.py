@@ -41,14 +41,14 @@ _TABLES = ("offsets", "trained", "weights", "values")
 
 def digest(paths: Iterable[Path], tell: Callable[[int], object]) -> str:
     """SHA-256 of files. `tell` is called with the number of bytes read so far."""
-    value, done = hashlib.sha256(), 0
+    value, nbytes = hashlib.sha256(), 0
     for path in paths:
         value.update(f"{path.stat().st_size}:".encode())
         with path.open("rb") as file:
             while block := file.read(_BLOCK):
                 value.update(block)
-                done += len(block)
-                tell(done)
+                nbytes += len(block)
+                tell(nbytes)
     return value.hexdigest()
 
 
@@ -152,16 +152,16 @@ def opened(folder: Path, key: str) -> TokenFile | None:
         with np.load(path.with_suffix(".npz"), allow_pickle=False) as file:  # it compares a checksum of each table
             meta = json.loads(file["meta"].tobytes())
             tables = {name: file[name] for name in _TABLES}
-        made = _open(path, meta, tables)
-        nbytes = int(made.offsets[-1]) * _SIZE
-        if meta["key"] != key or os.fstat(made.fd).st_size != nbytes or _crc_of(made.fd) != meta["crc32"]:
+        tokens = _open(path, meta, tables)
+        nbytes = int(tokens.offsets[-1]) * _SIZE
+        if meta["key"] != key or os.fstat(tokens.fd).st_size != nbytes or _crc_of(tokens.fd) != meta["crc32"]:
             return None
     except Exception:  # whatever a damaged archive raises
         return None
     for used in (path, path.with_suffix(".npz")):
         with suppress(OSError):
             os.utime(used)
-    return made
+    return tokens
 
 
 def _open(path: Path, meta: dict[str, Any], tables: dict[str, np.ndarray]) -> TokenFile:
@@ -172,9 +172,9 @@ def _open(path: Path, meta: dict[str, Any], tables: dict[str, np.ndarray]) -> To
 
 
 def _crc_of(fd: int) -> int:
-    crc = at = 0
-    while block := os.pread(fd, _BLOCK, at):
-        crc, at = zlib.crc32(block, crc), at + len(block)
+    crc = offset = 0
+    while block := os.pread(fd, _BLOCK, offset):
+        crc, offset = zlib.crc32(block, crc), offset + len(block)
     return crc
 
 
@@ -184,8 +184,8 @@ def tidy(folder: Path, used: Collection[str]) -> None:
     """
     with suppress(OSError):  # other runs remove some, too
         room = shutil.disk_usage(folder).total // SHARE
-        others = [path for path in folder.iterdir() if _NAME.fullmatch(path.name) and path.stem not in used]
-        for path in sorted(others, key=lambda path: path.stat().st_mtime, reverse=True):
+        unused = [path for path in folder.iterdir() if _NAME.fullmatch(path.name) and path.stem not in used]
+        for path in sorted(unused, key=lambda path: path.stat().st_mtime, reverse=True):
             room -= path.stat().st_size
             if room < 0:
                 path.unlink()
