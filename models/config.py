@@ -16,14 +16,14 @@ from trireme.models.families.experts import Experts
 from trireme.models.families.extend import extended
 from trireme.models.families.family import ACTS, Family, Wrapper
 from trireme.models.families.keys import InputError
-from trireme.models.families.names import MixerNames, MlpNames, Names, within
+from trireme.models.families.names import MixerNames, MlpNames, Names, nested_names
 from trireme.models.families.packing import Packing
 from trireme.models.families.parse import SUPPORTED as SUPPORTED
 from trireme.models.families.parse import fields
-from trireme.models.families.quantization import SAID
+from trireme.models.families.quantization import SETTINGS
 from trireme.models.families.rope import Rope
 from trireme.models.families.scans import Scan
-from trireme.models.families.scores import CLASS, OUTPUT, STD, labels_of, why_none
+from trireme.models.families.scores import CLASS, OUTPUT, STD, labels_of, scores_obstacle
 from trireme.models.families.table import FAMILIES, WRAPPERS
 from trireme.models.layers import Attention, Layer, Mlp, hash_once
 from trireme.storage.untrusted import parse_json, read_small, unreadable
@@ -124,7 +124,7 @@ class ModelConfig:
             names, mixer=attending.mixer_names if attending else names.mixer,
             mlp=mixed.mlp_names if mixed else names.mlp, output=OUTPUT if self.scores else names.output,
         )  # fmt: skip
-        return within(names) if self.wrapper else names
+        return nested_names(names) if self.wrapper else names
 
     @property
     def carried(self) -> tuple[str, ...]:
@@ -294,13 +294,13 @@ def parse_config(raw: dict[str, Any], source: str = "config.json") -> ModelConfi
 
 def scored(cfg: ModelConfig, labels: int, source: str) -> ModelConfig:
     """`cfg` with a score head of `labels` rows, untied, without factors of logits. Raises InputError with `source`."""
-    if cause := why_none(cfg.model_type, cfg.wrapper):
+    if cause := scores_obstacle(cfg.model_type, cfg.wrapper):
         raise InputError(f"{source}: {cause}, so a score head on it could not be opened elsewhere. Take another model.")
     return replace(cfg, scores=labels, tied=False, logit_scale=1.0, logit_cap=0.0)
 
 
 def without_packing(raw: dict[str, Any]) -> dict[str, Any]:
     """The config.json of a checkpoint after its packed matrices are decoded; Kimi says it of the language model."""
-    bare = {key: value for key, value in raw.items() if key not in SAID}
+    bare = {key: value for key, value in raw.items() if key not in SETTINGS}
     inner = bare.get("text_config")
     return bare | ({"text_config": without_packing(inner)} if isinstance(inner, dict) else {})

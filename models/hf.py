@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from trireme.models.config import InputError, ModelConfig, renamed
-from trireme.models.families.names import in_one, one_by_one
+from trireme.models.families.names import single_names, stacked_names
 from trireme.models.families.scans import Scan
 from trireme.models.sizes.narrow import packed_parts
 from trireme.models.sizes.shapes import output_name, stored_tensors
@@ -36,16 +36,16 @@ def as_stored(cfg: ModelConfig, stored: Mapping[str, Shape]) -> ModelConfig:
         return cfg
     single = any(f".{names.experts}.0." in name for name in stored)  # also where an MTP layer has them in one
     if single and names.stacked:
-        return renamed(cfg, one_by_one)
+        return renamed(cfg, single_names)
     if not single and (names.single or names.stacked) and any(name.endswith(_IN_ONE) for name in stored):
-        return renamed(cfg, in_one)
+        return renamed(cfg, stacked_names)
     if not names.either:
         return cfg
     out_in = {"gate_up_proj": (spec.count, 2 * spec.width, cfg.width), "down_proj": (spec.count, cfg.width, spec.width)}
     shapes = {name.rpartition(".")[2]: tuple(shape) for name, shape in stored.items() if f".{names.experts}." in name}
     square = {name for name, (_, rows, columns) in out_in.items() if rows == columns}
     if all(shapes.get(name) == shape for name, shape in out_in.items() if name not in square):
-        return renamed(cfg, in_one)
+        return renamed(cfg, stacked_names)
     return cfg
 
 

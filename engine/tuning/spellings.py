@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from trireme.models.config import InputError, ModelConfig, renamed
-from trireme.models.families.names import one_by_one
+from trireme.models.families.names import single_names
 
 PREFIX = "base_model.model."  # peft's
 SINGLE = re.compile(r"\.experts\.\d+\.")  # one of a layer's experts, as transformers 4 has them
@@ -65,4 +65,4 @@ def by_expert(cfg: ModelConfig) -> ModelConfig:
         return cfg
     original = cfg.family.names.mlp
     released = renamed(cfg, lambda names: replace(names, single=original.single, stacked=original.stacked))
-    return released if released.names.mlp.single else renamed(released, one_by_one)
+    return released if released.names.mlp.single else renamed(released, single_names)

@@ -96,21 +96,21 @@ def parse_experts(keys: Keys, family: ExpertKeys | None, layers: int) -> list[Ex
     if not family.latent_key:
         keys.refuse_unless("moe_latent_size", (None,))
     keys.only(REFUSED if family.groups else REFUSED | UNGROUPED)
-    counted = family.count_key
-    for name in (counted, family.chosen_key):
-        keys = _one(keys, name, layers)
-    count, chosen = keys.count(counted, family.count), keys.count(family.chosen_key, family.chosen)
+    count_key = family.count_key
+    for name in (count_key, family.chosen_key):
+        keys = _uniform(keys, name, layers)
+    count, chosen = keys.count(count_key, family.count), keys.count(family.chosen_key, family.chosen)
     if layers * count > MOST:
-        raise keys.error(counted, f"at most {MOST // layers:,} in each of {layers:,} layers")
+        raise keys.error(count_key, f"at most {MOST // layers:,} in each of {layers:,} layers")
     if chosen > count:
-        raise InputError(f'{keys.where}: "{family.chosen_key}" is {chosen}, more than the {count} of "{counted}".')
+        raise InputError(f'{keys.source}: "{family.chosen_key}" is {chosen}, more than the {count} of "{count_key}".')
     renormalise = family.renormalise
     if renormalise is None:
         renormalise = keys.flag("norm_topk_prob", family.normalised)
     width = keys.count(family.width_key, family.width)
     for name, number in family.layered:
         expected = width if number is None else number
-        if _one(keys, name, layers).raw.get(name) not in (None, expected):
+        if _uniform(keys, name, layers).raw.get(name) not in (None, expected):
             raise keys.error(name, f"{expected} in all layers")
     gated = keys.count("shared_expert_intermediate_size", family.shared) if family.shared else 0
     shared = gated
@@ -131,14 +131,14 @@ def parse_experts(keys: Keys, family: ExpertKeys | None, layers: int) -> list[Ex
     return [None if i in dense else experts for i in range(layers)]
 
 
-def _one(keys: Keys, name: str, layers: int) -> Keys:
+def _uniform(keys: Keys, name: str, layers: int) -> Keys:
     """`keys` with one number instead of a list of equal numbers, one for each layer."""
     values = keys.raw.get(name)
     if not isinstance(values, list):
         return keys
     if len(values) != layers or any(n != values[0] for n in values):
         raise keys.error(name, f"a number, or {layers} times the same")
-    return Keys(keys.raw | {name: values[0]}, keys.where)
+    return Keys(keys.raw | {name: values[0]}, keys.source)
 
 
 def _groups(keys: Keys, family: ExpertKeys, count: int, chosen: int) -> tuple[int, int, bool]:
@@ -149,13 +149,13 @@ def _groups(keys: Keys, family: ExpertKeys, count: int, chosen: int) -> tuple[in
         keys.refuse_unless("topk_method", ("greedy", "group_limited_greedy"), "greedy")
         if keys.raw.get("topk_method", "greedy") == "greedy":
             return 1, 1, True
-    groups, kept = keys.count("n_group", family.groups[0]), keys.count("topk_group", family.groups[1])
-    least = 1 if family.method or groups == 1 else 2
-    if count % groups or count // groups < least:
-        raise keys.error("n_group", f"a divisor of {count}, with {least} experts or more in each group")
-    if kept > groups or kept * (count // groups) < chosen:
+    groups, selected = keys.count("n_group", family.groups[0]), keys.count("topk_group", family.groups[1])
+    minimum = 1 if family.method or groups == 1 else 2
+    if count % groups or count // groups < minimum:
+        raise keys.error("n_group", f"a divisor of {count}, with {minimum} experts or more in each group")
+    if selected > groups or selected * (count // groups) < chosen:
         raise keys.error("topk_group", f"at most {groups}, with at least {chosen} experts in the groups")
-    return (groups, kept, not family.method) if groups > 1 else (1, 1, True)
+    return (groups, selected, not family.method) if groups > 1 else (1, 1, True)
 
 
 def _dense_layers(keys: Keys, family: ExpertKeys, layers: int) -> tuple[int, ...]:

@@ -25,8 +25,8 @@ def heads_of(keys: Keys, family: Family, width: int, heads: int) -> tuple[int, i
         return heads, width // heads
     kv_heads = keys.count("num_key_value_heads", family.kv_heads or heads, null=heads)
     if heads % (kv_heads * family.local_kv):
-        most = f" / {family.local_kv}" if family.local_kv > 1 else ""
-        raise keys.error("num_key_value_heads", f"a divisor of num_attention_heads{most} = {heads // family.local_kv}")
+        ratio = f" / {family.local_kv}" if family.local_kv > 1 else ""
+        raise keys.error("num_key_value_heads", f"a divisor of num_attention_heads{ratio} = {heads // family.local_kv}")
     head_dim = keys.count("head_dim", family.head_dim or width // heads, null=width // heads)
     return kv_heads, head_dim
 
@@ -48,7 +48,7 @@ def ropes_of(
             raise keys.error("partial_rotary_factor", f"{latent.rope} of {head_dim} features, by qk_rope_head_dim")
         pairs = keys.flag("rope_interleave", True) if family.pairs_key else family.pairs
         return [replace(rope, width=latent.rope, pairs=pairs)] * layers
-    rope, local = (replace(each, width=each.width or head_dim) for each in (rope, local))
+    rope, local = (replace(spec, width=spec.width or head_dim) for spec in (rope, local))
     if family.thetas and keys.raw.get("layer_rope_theta") is not None:
         return _by_theta(keys, family, rope, layers)
     bare = _unrotated(keys, family, windows)
@@ -87,8 +87,8 @@ def _by_theta(keys: Keys, family: Family, rope: Rope, layers: int) -> list[Rope 
     thetas = keys.raw[name]
     if not isinstance(thetas, list) or len(thetas) != layers or not all(is_number(t) or t == 0 for t in thetas):
         raise keys.error(name, f"a list of {layers} numbers, none of them negative")
-    own = lambda theta: rope if family.one_theta else replace(rope, theta=float(theta))
-    return [own(theta) if theta else None for theta in thetas]
+    rope_of = lambda theta: rope if family.one_theta else replace(rope, theta=float(theta))
+    return [rope_of(theta) if theta else None for theta in thetas]
 
 
 class Scales(NamedTuple):
@@ -124,13 +124,13 @@ def scales_of(keys: Keys, family: Family, width: int, head_dim: int) -> Scales:
         if name not in family.caps or keys.raw.get(name, family.caps[name]) is None  # null: none
         else keys.number(name, family.caps[name])
     )
-    of_scores, of_logits = family.factors
+    scores_key, logits_key = family.factors
     scores = keys.number("query_pre_attn_scalar", 256.0) ** -0.5 if family.query_scale else 0.0
     return Scales(
         attention=keys.number(family.value_scale_key, 0.707, 1.0) if family.value_scale_key else 1.0,
         embed=width**0.5 if family.embed_root or _flagged(keys, family.embed_root_key) else 1.0,
-        scores=head_dim**-0.5 * keys.number(of_scores, 3.87) if of_scores else scores,
-        logits=keys.number(of_logits, 26**-0.5) if of_logits else 1.0,
+        scores=head_dim**-0.5 * keys.number(scores_key, 3.87) if scores_key else scores,
+        logits=keys.number(logits_key, 26**-0.5) if logits_key else 1.0,
         scores_cap=cap(OF_SCORES),
         logits_cap=cap(OF_LOGITS),
     )
@@ -143,11 +143,11 @@ def _flagged(keys: Keys, name: str) -> bool:
 
 def _multiplied(keys: Keys, head_dim: int) -> Scales:
     """Falcon-H1's factors: as there are no biases, those of queries and keys become factors of scores, and so on."""
-    into, (gate, down) = keys.number("attention_in_multiplier", 1.0), keys.factors("mlp_multipliers", 2)
+    in_factor, (gate, down) = keys.number("attention_in_multiplier", 1.0), keys.factors("mlp_multipliers", 2)
     return Scales(
         embed=keys.number("embedding_multiplier", 1.0),
-        scores=head_dim**-0.5 * into**2 * keys.number("key_multiplier", 1.0),
-        attention=into * keys.number("attention_out_multiplier", 1.0),
+        scores=head_dim**-0.5 * in_factor**2 * keys.number("key_multiplier", 1.0),
+        attention=in_factor * keys.number("attention_out_multiplier", 1.0),
         gate=gate,
         mlp=down,
         logits=keys.number("lm_head_multiplier", 1.0),
@@ -161,8 +161,8 @@ def _attentions(
     flag = lambda bias: bias if isinstance(bias, bool) else keys.flag(*bias)
     latent = parse_latent(keys, family.latent, heads)
     kv_heads, head_dim = (heads, latent.head_dim) if latent else heads_of(keys, family, width, heads)
-    of_layers, scales = windows(keys, family, layers), scales_of(keys, family, width, head_dim)
-    ropes = ropes_of(keys, family, head_dim, positions, of_layers, latent)
+    window_sizes, scales = windows(keys, family, layers), scales_of(keys, family, width, head_dim)
+    ropes = ropes_of(keys, family, head_dim, positions, window_sizes, latent)
     score = scales.scores or head_dim**-0.5
     if latent and ropes[0]:
         score *= ropes[0].sharpness
@@ -177,10 +177,10 @@ def _attentions(
     counts = _heads_by_layer(keys, family, layers, heads, kv_heads)
     return [
         replace(
-            first, heads=own, kv_heads=kv_heads * (family.local_kv if window else 1), window=window, rope=rope,
+            first, heads=count, kv_heads=kv_heads * (family.local_kv if window else 1), window=window, rope=rope,
             scale=score / (i + 1) if by_layer else score,
         )
-        for i, (own, window, rope) in enumerate(zip(counts, of_layers, ropes, strict=True))
+        for i, (count, window, rope) in enumerate(zip(counts, window_sizes, ropes, strict=True))
     ], scales  # fmt: skip
 
 
@@ -197,8 +197,8 @@ def _heads_by_layer(keys: Keys, family: Family, layers: int, heads: int, kv_head
     heads_of = keys.raw.get(family.heads_key)
     if heads_of is None:
         return [heads] * layers
-    right = isinstance(heads_of, list) and len(heads_of) == layers
-    if not right or not all(type(n) is int and n > 0 and n % kv_heads == 0 for n in heads_of):
+    valid = isinstance(heads_of, list) and len(heads_of) == layers
+    if not valid or not all(type(n) is int and n > 0 and n % kv_heads == 0 for n in heads_of):
         raise keys.error(family.heads_key, f"a list of {layers} multiples of num_key_value_heads = {kv_heads}")
     return list(heads_of)
 
@@ -206,8 +206,8 @@ def _heads_by_layer(keys: Keys, family: Family, layers: int, heads: int, kv_head
 def layers_of(keys: Keys, family: Family, width: int, layers: int, heads: int, positions: int) -> tuple[Layer, ...]:
     """What each layer computes. Raises InputError."""
     attentions, scales = _attentions(keys, family, width, layers, heads, positions)
-    usual = family.ffn if family.rotary else 4 * width
-    ffn, act = keys.count(family.spelled["ffn"], usual, null=usual), act_of(keys, family)
+    default = family.ffn if family.rotary else 4 * width
+    ffn, act = keys.count(family.spelled["ffn"], default, null=default), act_of(keys, family)
     bias = family.mlp_bias if isinstance(family.mlp_bias, bool) else keys.flag(*family.mlp_bias)
     plain = Mlp(ffn, act, family.gated, bias, scales.gate, scales.mlp)
     experts = parse_experts(keys, family.experts, layers)
@@ -216,23 +216,23 @@ def layers_of(keys: Keys, family: Family, width: int, layers: int, heads: int, p
     eps, norm = keys.number(family.spelled["eps"], family.eps), _norm_of(family)
     parallel = family.parallel and keys.flag("use_parallel_residual", True)
     post_eps = keys.number(family.post_eps_key, 1e-8) if family.post_eps_key else 0.0
-    made: list[Layer] = []
-    for attention, own, scan, kind in zip(attentions, experts, scans, kinds, strict=True):
+    records: list[Layer] = []
+    for attention, mixture, scan, kind in zip(attentions, experts, scans, kinds, strict=True):
         mixers: tuple[Attention | Scan, ...] = (attention,)
         if scan:
             mixers = (attention, scan) if family.multiplied else (replace(scan, factor=scales.attention),)
-        mlp = replace(own, act=act, gated=family.gated, factor=scales.mlp) if own else plain
+        mlp = replace(mixture, act=act, gated=family.gated, factor=scales.mlp) if mixture else plain
         names = family.scan_names if scan and family.scan_names else family.names
-        of_mixers = direct(names.mixer) if attention.latent and not attention.latent.q_rank else names.mixer
+        mixer_names = direct(names.mixer) if attention.latent and not attention.latent.q_rank else names.mixer
         if family.local_sinks and not attention.window:
-            of_mixers = replace(of_mixers, sinks="")
-        of_mlp = names.mlp if own or not family.experts else family.dense
-        whole = Layer(
-            width, eps, mixers, (mlp,), of_mixers, of_mlp, norm, parallel, family.entry_norm and not made, post_eps,
-            family.names.in_out,
+            mixer_names = replace(mixer_names, sinks="")
+        mlp_names = names.mlp if mixture or not family.experts else family.dense
+        layer = Layer(
+            width, eps, mixers, (mlp,), mixer_names, mlp_names, norm, parallel, family.entry_norm and not records,
+            post_eps, family.names.in_out,
         )  # fmt: skip
-        made.append(whole if not kind else whole.feeding if kind in KINDS_OF_MLP else whole.mixing)
-    return tuple(made)
+        records.append(layer if not kind else layer.feeding if kind in KINDS_OF_MLP else layer.mixing)
+    return tuple(records)
 
 
 def _norm_of(family: Family) -> Literal["rms", "rms + 1", "layer"]:
@@ -241,8 +241,8 @@ def _norm_of(family: Family) -> Literal["rms", "rms + 1", "layer"]:
 
 def act_of(keys: Keys, family: Family) -> Act:
     """The activation that config.json names. Raises InputError."""
-    key, usual = family.spelled["act"], ACTS[family.act]
-    of_scans = (name for name, act in ACTS.items() if act == usual)  # where a recurrence has it, too
-    keys.refuse_unless(key, tuple(of_scans if family.scan else ACTS), family.act)
+    key, default = family.spelled["act"], ACTS[family.act]
+    synonyms = (name for name, act in ACTS.items() if act == default)  # where a recurrence has it, too
+    keys.refuse_unless(key, tuple(synonyms if family.scan else ACTS), family.act)
     name = keys.raw.get(key, family.act)
     return "gelu" if name == EXACT_GELU and family.tanh_meant else ACTS[name]

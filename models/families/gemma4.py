@@ -20,11 +20,11 @@ def layers(keys: Keys, family: Family, width: int, n: int, heads: int) -> tuple[
     """Windows and full attention in turn, each with heads of its own. Raises InputError."""
     if keys.raw.get("hidden_size_per_layer_input", 256) or keys.raw.get("num_kv_shared_layers"):
         raise InputError(
-            f'{keys.where}: "hidden_size_per_layer_input" and "num_kv_shared_layers" are those of Gemma 4 E2B and E4B, '
-            "which are not supported. Take 12B, 26B-A4B or 31B."
+            f'{keys.source}: "hidden_size_per_layer_input" and "num_kv_shared_layers" are those of Gemma 4 E2B and '
+            "E4B, which are not supported. Take 12B, 26B-A4B or 31B."
         )
-    types, same, act = _types(keys, n), keys.flag("attention_k_eq_v", False), act_of(keys, family)
-    kinds = _attentions(keys, family, heads, types, same)
+    types, shared, act = _types(keys, n), keys.flag("attention_k_eq_v", False), act_of(keys, family)
+    kinds = _attentions(keys, family, heads, types, shared)
     mlps: tuple[Mlp | Experts, ...] = (Mlp(keys.count("intermediate_size"), act),)
     names = GEMMA4
     if keys.flag("enable_moe_block", False):
@@ -34,49 +34,49 @@ def layers(keys: Keys, family: Family, width: int, n: int, heads: int) -> tuple[
             act=act, score_scale=width**-0.5,
         ),)  # fmt: skip
     eps = keys.number("rms_norm_eps", family.eps)
-    of_keys = replace(names.mixer, qkv=names.mixer.qkv[:2])
-    made = {
-        kind: Layer(width, eps, (own,), mlps, of_keys if own.values == "keys" else names.mixer, names.mlp)
-        for kind, own in kinds.items()
+    qk_names = replace(names.mixer, qkv=names.mixer.qkv[:2])
+    records = {
+        kind: Layer(width, eps, (attention,), mlps, qk_names if attention.values == "keys" else names.mixer, names.mlp)
+        for kind, attention in kinds.items()
     }
-    return tuple(made[kind] for kind in types)
+    return tuple(records[kind] for kind in types)
 
 
 def _types(keys: Keys, n: int) -> list[str]:
     """The kind of each layer: the last has full attention, whatever is said of it; by default every sixth, too."""
-    usual = [LOCAL if (i + 1) % 6 else GLOBAL for i in range(n)]
-    types: Any = keys.raw.get("layer_types") or usual
+    default = [LOCAL if (i + 1) % 6 else GLOBAL for i in range(n)]
+    types: Any = keys.raw.get("layer_types") or default
     if not isinstance(types, list) or len(types) != n or not all(t in (GLOBAL, LOCAL) for t in types):
         raise keys.error("layer_types", f"a list of {n} names, each {GLOBAL} or {LOCAL}")
     return [*types[:-1], GLOBAL]
 
 
-def _attentions(keys: Keys, family: Family, heads: int, types: list[str], same: bool) -> dict[str, Attention]:
+def _attentions(keys: Keys, family: Family, heads: int, types: list[str], shared: bool) -> dict[str, Attention]:
     """Attention with a window, and without one: then heads are fewer and wider.
 
-    The keys of the second are in `per_layer_config` where transformers has written the file. same: values are keys.
+    The keys of the second are in `per_layer_config` where transformers has written the file. shared: values are keys.
     """
     listed = keys.raw.get("per_layer_config") or {}
-    of_whole = listed.get(str(types.index(GLOBAL))) if isinstance(listed, dict) else None
-    of_whole = of_whole if isinstance(of_whole, dict) else {}
-    said = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_value_heads"}
-    keys = Keys(keys.raw | {said[key]: value for key, value in of_whole.items() if key in said}, keys.where)
+    global_keys = listed.get(str(types.index(GLOBAL))) if isinstance(listed, dict) else None
+    global_keys = global_keys if isinstance(global_keys, dict) else {}
+    renames = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_value_heads"}
+    keys = Keys(keys.raw | {renames[key]: value for key, value in global_keys.items() if key in renames}, keys.source)
     if keys.raw.get("rope_parameters") is None:
-        keys = Keys(keys.raw | {"rope_parameters": USUAL}, keys.where)
+        keys = Keys(keys.raw | {"rope_parameters": USUAL}, keys.source)
     local, twice = keys.count("head_dim", family.head_dim), 2 * (family.head_dim or 1)
     dim, usual = keys.count("global_head_dim", twice, null=twice), _kv_heads(keys, "num_key_value_heads", heads, heads)
     ropes = parse_ropes(keys, family, (dim, local), keys.count(family.spelled["max_positions"], family.max_positions))
-    rope, of_window = (replace(rope, width=n) for rope, n in zip(ropes, (dim, local), strict=True))
-    kv_heads = _kv_heads(keys, "num_global_key_value_heads", heads, usual) if same else usual
+    rope, local_rope = (replace(rope, width=n) for rope, n in zip(ropes, (dim, local), strict=True))
+    kv_heads = _kv_heads(keys, "num_global_key_value_heads", heads, usual) if shared else usual
     window = keys.count("sliding_window", 512)
     return {
-        LOCAL: Attention(heads, usual, local, 1.0, of_window, window, norm="head", values="normed"),
-        GLOBAL: Attention(heads, kv_heads, dim, 1.0, rope, norm="head", values="keys" if same else "normed"),
+        LOCAL: Attention(heads, usual, local, 1.0, local_rope, window, norm="head", values="normed"),
+        GLOBAL: Attention(heads, kv_heads, dim, 1.0, rope, norm="head", values="keys" if shared else "normed"),
     }
 
 
-def _kv_heads(keys: Keys, name: str, heads: int, usual: int) -> int:
-    count = keys.count(name, usual, null=usual)
+def _kv_heads(keys: Keys, name: str, heads: int, default: int) -> int:
+    count = keys.count(name, default, null=default)
     if heads % count:
         raise keys.error(name, f"a divisor of num_attention_heads = {heads}")
     return count

@@ -13,17 +13,17 @@ class InputError(ValueError):
 
 
 class Keys:
-    """Typed look-ups in config.json; `where` names it in errors.
+    """Typed look-ups in config.json; `source` names it in errors.
 
     An absent key takes the default. Null is an error unless `null` says what it stands for. All methods raise
     InputError where a value is not of the type that they return.
     """
 
-    def __init__(self, raw: dict[str, Any], where: str):
-        self.raw, self.where = raw, where
+    def __init__(self, raw: dict[str, Any], source: str):
+        self.raw, self.source = raw, source
 
     def error(self, name: str, expected: str) -> InputError:
-        return InputError(f'{self.where}: "{name}" is {_shown(self.raw.get(name))}, expected {expected}.')
+        return InputError(f'{self.source}: "{name}" is {_shown(self.raw.get(name))}, expected {expected}.')
 
     def shown(self, name: str) -> str:
         """The value of a key as messages show it."""
@@ -33,13 +33,13 @@ class Keys:
         value = self.raw.get(name, default)
         return null if value is None else value
 
-    def count(self, name: str, default: int | None = None, most: int | None = None, null: int | None = None) -> int:
-        """A positive integer, of `most` at most."""
+    def count(self, name: str, default: int | None = None, limit: int | None = None, null: int | None = None) -> int:
+        """A positive integer, of `limit` at most."""
         value = self._get(name, default, null)
         if type(value) is not int or not 0 < value < 1 << 31:
             raise self.error(name, "a positive integer")
-        if most is not None and value > most:
-            raise self.error(name, f"at most {most:,}")
+        if limit is not None and value > limit:
+            raise self.error(name, f"at most {limit:,}")
         return value
 
     def number(self, name: str, default: float | None = None, null: float | None = None) -> float:
@@ -71,11 +71,11 @@ class Keys:
         value = self.raw.get(name, default)
         if value not in accepted:
             listing = ", ".join("absent" if v is None else json.dumps(v) for v in dict.fromkeys(accepted))
-            raise InputError(f'{self.where}: "{name}": {_shown(value)} is not supported. Supported: {listing}.')
+            raise InputError(f'{self.source}: "{name}": {_shown(value)} is not supported. Supported: {listing}.')
 
-    def only(self, accepted: Mapping[str, tuple[Any, ...]] | None = None, /, **more: tuple[Any, ...]) -> None:
+    def only(self, accepted: Mapping[str, tuple[Any, ...]] | None = None, /, **named: tuple[Any, ...]) -> None:
         """refuse_unless of several keys -> their accepted values."""
-        for name, values in {**(accepted or {}), **more}.items():
+        for name, values in {**(accepted or {}), **named}.items():
             self.refuse_unless(name, values)
 
 

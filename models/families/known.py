@@ -54,13 +54,13 @@ KNOWN = {  # (what they have, the nearest that is supported) -> their model type
 _WHY = {model_type: reason for reason, types in KNOWN.items() for model_type in types.split()}
 
 
-def why_not(model_type: object, supported: tuple[str, ...]) -> str:
+def unsupported_reason(model_type: object, supported: tuple[str, ...]) -> str:
     """Why a model_type is not supported, and which supported one is nearest, in whole sentences."""
     if isinstance(model_type, str) and model_type in _WHY:
         reason, nearest = _WHY[model_type]
         return f"it has {reason}. The nearest that is: {nearest}; docs/models.md lists all."
-    near = get_close_matches(model_type, supported, 1) if isinstance(model_type, str) else []
-    return "it is not known." + (f" Did you mean {near[0]}?" if near else "") + " docs/models.md lists all that are."
+    types = get_close_matches(model_type, supported, 1) if isinstance(model_type, str) else []
+    return "it is not known." + (f" Did you mean {types[0]}?" if types else "") + " docs/models.md lists all that are."
 
 
 # Model types of which transformers 5.24 has no class with a score head (scores.py).

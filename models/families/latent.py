@@ -53,5 +53,5 @@ def parse_latent(keys: Keys, family: LatentKeys | None, heads: int) -> Latent | 
     keys.refuse_unless("head_dim", (None, latent.rope, latent.head_dim))
     keys.refuse_unless("qk_head_dim", (None, latent.head_dim))
     if not q_rank and keys.raw.get("attention_bias"):
-        raise InputError(f'{keys.where}: "attention_bias" is not supported where "q_lora_rank" is null.')
+        raise InputError(f'{keys.source}: "attention_bias" is not supported where "q_lora_rank" is null.')
     return latent

@@ -106,38 +106,38 @@ class Names:
 
     def module(self, name: str) -> str:
         """The name that transformers' module or parameter has for a tensor in files."""
-        for here, there in self.files.modules:
-            name = name.replace(here, there)
+        for stored, module in self.files.modules:
+            name = name.replace(stored, module)
         return name
 
     def stored(self, name: str) -> str:
         """The inverse of `module`: some files have the names of modules."""
-        for here, there in self.files.modules:
-            name = name.replace(there, here)
+        for stored, module in self.files.modules:
+            name = name.replace(module, stored)
         return name
 
-    def changed(self, mixer: Mapping[str, Any] = {}, mlp: Mapping[str, Any] = {}, **own: Any) -> Names:
+    def changed(self, mixer: Mapping[str, Any] = {}, mlp: Mapping[str, Any] = {}, **ends: Any) -> Names:
         """These names with other ones in mixers, MLPs, and files or ends."""
-        files = {name: own.pop(name) for name in ("also", "modules") if name in own}
+        files = {name: ends.pop(name) for name in ("also", "modules") if name in ends}
         return replace(
             self, mixer=replace(self.mixer, **mixer), mlp=replace(self.mlp, **mlp),
-            files=replace(self.files, **files), **own,
+            files=replace(self.files, **files), **ends,
         )  # fmt: skip
 
 
 @lru_cache
-def within(names: Names) -> Names:
+def nested_names(names: Names) -> Names:
     """The names of the same model inside a multimodal one."""
-    inside = lambda name: name.replace("model.", "model.language_model.", 1)
-    return replace(names, embed=inside(names.embed), final_norm=inside(names.final_norm), block=inside(names.block))
+    nested = lambda name: name.replace("model.", "model.language_model.", 1)
+    return replace(names, embed=nested(names.embed), final_norm=nested(names.final_norm), block=nested(names.block))
 
 
-def in_one(names: MlpNames) -> MlpNames:
+def stacked_names(names: MlpNames) -> MlpNames:
     """The names for files with all experts in one tensor (E, out, in)."""
     return replace(names, single=(), stacked=(f"{names.experts}.gate_up_proj", f"{names.experts}.down_proj"))
 
 
-def one_by_one(names: MlpNames) -> MlpNames:
+def single_names(names: MlpNames) -> MlpNames:
     """The names for files with a tensor for each expert."""
     return replace(names, single=MlpNames.single, stacked=())
 
@@ -214,7 +214,7 @@ STACKED = SPLIT.changed(
 )  # fmt: skip
 _DELTA = _recurrence("linear_attn", tuple(f"in_proj_{part}" for part in ("qkv", "z", "b", "a")))
 DELTA_TEXT = SPLIT.changed(_DELTA, also=(("model.language_model.", "model."),))  # may have names as in a wrapper
-DELTA_IN_ONE_TEXT = replace(DELTA_TEXT, mlp=in_one(replace(SPLIT.mlp, **_SHARED)))
+DELTA_IN_ONE_TEXT = replace(DELTA_TEXT, mlp=stacked_names(replace(SPLIT.mlp, **_SHARED)))
 DELTA_BY_HEAD = SPLIT.changed(
     _recurrence("linear_attn", ("in_proj_qkvz", "in_proj_ba")) | dict(mixed_by_head=True), _SHARED
 )
@@ -222,7 +222,7 @@ LARA = SPLIT.changed(
     _DELTA | dict(mixed_in_one="linear_attn.in_proj", mixed_norm="linear_attn.out_norm"),
     _EXPERTS | _gated("mlp.shared_expert"), modules=(("linear_attn.out_norm.", "linear_attn.norm."),),
 )  # fmt: skip
-LARA_IN_ONE = replace(LARA, mlp=in_one(LARA.mlp))
+LARA_IN_ONE = replace(LARA, mlp=stacked_names(LARA.mlp))
 _MAMBA = _recurrence("mamba", ("in_proj",)) | dict(skip="mamba.D")
 SHARED_MLP = SPLIT.changed(_MAMBA, dict(up=("shared_mlp.input_linear",), down="shared_mlp.output_linear"))
 SHARED_MLP_STACKED = STACKED.changed(_MAMBA, dict(up=SHARED_MLP.mlp.up, down=SHARED_MLP.mlp.down))
@@ -276,7 +276,7 @@ LATENT = SPLIT.changed(
     )
 )  # fmt: skip
 LATENT_MIXTURE = LATENT.changed(mlp=_EXPERTS | _gated("mlp.shared_experts"))
-LATENT_STACKED = replace(LATENT_MIXTURE, mlp=in_one(LATENT_MIXTURE.mlp))
+LATENT_STACKED = replace(LATENT_MIXTURE, mlp=stacked_names(LATENT_MIXTURE.mlp))
 LATENT_CORRECTED = LATENT_MIXTURE.changed(mlp=dict(correction=CORRECTED.mlp.correction))
 PACKED = SPLIT.changed(dict(qkv=("self_attn.qkv_proj",)), dict(up=("mlp.gate_up_proj",)))
 GATE_UP = SPLIT.changed(mlp=dict(up=("mlp.gate_up_proj",)))

@@ -107,7 +107,7 @@ class Packing:
             "fp4": ((rows, columns // 2), (rows, groups), (1, 1)),
             "int4": ((rows, columns // 8), (rows, groups), (-(-rows // 8), groups)),
         }[self.code]
-        return tuple((*lead, *one) for one in shapes[: len(self.parts)])
+        return tuple((*lead, *dims) for dims in shapes[: len(self.parts)])
 
     def step(self, shape: Shape) -> int:
         """The rows of a matrix in a block, or in a word of zero points: parts can be divided there."""

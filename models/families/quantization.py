@@ -27,7 +27,7 @@ from trireme.models.families.packing import (
     Packing,
 )
 
-SAID = ("quantization_config", "compression_config")
+SETTINGS = ("quantization_config", "compression_config")
 
 
 def packing_of(
@@ -38,33 +38,33 @@ def packing_of(
     `accepted` are the family's values of quant_method, `carried` what names of tensors begin with that are only copied.
     Raises InputError for other methods, and for settings that would change the numbers.
     """
-    settings = said_of(keys.raw, keys.where)
+    settings = settings_of(keys.raw, keys.source)
     if keys.raw.get("quantization"):
-        raise _unsupported(keys.where, "MLX", f"for a {keys.raw.get('model_type')}", "quantization")
+        raise _unsupported(keys.source, "MLX", f"for a {keys.raw.get('model_type')}", "quantization")
     if settings is None:
         return None, ()
     method = settings.get("quant_method") if isinstance(settings, dict) else None
     if method in accepted and isinstance(method, str):
-        settings, left = _without(settings, carried) if method == "compressed-tensors" else (settings, False)
-        packing, packed = READ[method](Keys(settings, f"{keys.where}: quantization_config"), names)
+        settings, left = _drop_copied(settings, carried) if method == "compressed-tensors" else (settings, False)
+        packing, packed = READ[method](Keys(settings, f"{keys.source}: quantization_config"), names)
         return (replace(packing, left=carried) if left else packing), packed
-    raise _unsupported(keys.where, method, f"for a {keys.raw.get('model_type')}")
+    raise _unsupported(keys.source, method, f"for a {keys.raw.get('model_type')}")
 
 
-def said_of(raw: dict[str, Any], where: str) -> Any:
+def settings_of(raw: dict[str, Any], source: str) -> Any:
     """quantization_config of a config.json, or compression_config, as early releases of compressed-tensors call it.
 
     Raises InputError where both are there and differ.
     """
-    said = [raw[name] for name in SAID if raw.get(name) is not None]
-    if any(other != said[0] for other in said[1:]):
+    values = [raw[name] for name in SETTINGS if raw.get(name) is not None]
+    if any(value != values[0] for value in values[1:]):
         raise InputError(
-            f"{where}: {' and '.join(map(json.dumps, SAID))} are two names of one key, but differ. Remove one."
+            f"{source}: {' and '.join(map(json.dumps, SETTINGS))} are two names of one key, but differ. Remove one."
         )
-    return said[0] if said else None
+    return values[0] if values else None
 
 
-def _without(settings: dict[str, Any], carried: tuple[str, ...]) -> tuple[dict[str, Any], bool]:
+def _drop_copied(settings: dict[str, Any], carried: tuple[str, ...]) -> tuple[dict[str, Any], bool]:
     """(quantization_config without groups that are only of tensors which are copied, whether there were any).
 
     A group with the settings of another one stays.
@@ -72,10 +72,10 @@ def _without(settings: dict[str, Any], carried: tuple[str, ...]) -> tuple[dict[s
     groups = settings.get("config_groups")
     if not isinstance(groups, dict):
         return settings, False
-    others = {name: group for name, group in groups.items() if not _is_of(group, carried)}
-    if {*map(_settings, groups.values())} == {*map(_settings, others.values())}:
+    selected = {name: group for name, group in groups.items() if not _is_of(group, carried)}
+    if {*map(_settings, groups.values())} == {*map(_settings, selected.values())}:
         return settings, False  # all are packed in one way
-    return settings | {"config_groups": others}, True
+    return settings | {"config_groups": selected}, True
 
 
 def _settings(group: Any) -> str:
@@ -91,11 +91,11 @@ def _is_of(group: Any, carried: tuple[str, ...]) -> bool:
     return all(target.startswith("re:") and _glob(target).lstrip(".*").startswith(carried) for target in targets)
 
 
-def _unsupported(where: str, method: object, what: str, key: str = "quantization_config") -> InputError:
+def _unsupported(source: str, method: object, scope: str, key: str = "quantization_config") -> InputError:
     named = isinstance(method, str) and method.isprintable() and len(method) < 60
-    how = f"quantized by {method}" if named else "quantized in a way that it does not name"
+    description = f"quantized by {method}" if named else "quantized in a way that it does not name"
     return InputError(
-        f'{where}: "{key}" says that the weights are {how}, which is not supported {what}. '
+        f'{source}: "{key}" says that the weights are {description}, which is not supported {scope}. '
         "Take the BF16 original, or convert them."
     )
 
@@ -132,27 +132,27 @@ def _modelopt(keys: Keys, names: Names) -> tuple[Packing, tuple[str, ...]]:
 def _compressed(keys: Keys, names: Names) -> tuple[Packing, tuple[str, ...]]:
     form = keys.raw.get("format")
     if not isinstance(form, str) or form not in FORMATS:
-        of = f"but in the formats {', '.join(FORMATS)}, not {keys.shown('format')}"
-        raise _unsupported(keys.where, "compressed-tensors", of)
+        detail = f"but in the formats {', '.join(FORMATS)}, not {keys.shown('format')}"
+        raise _unsupported(keys.source, "compressed-tensors", detail)
     if keys.raw.get("transform_config"):
         raise keys.error("transform_config", "none: rotated weights are not supported")
     sparsity = keys.raw.get("sparsity_config") or {}
     sparsity = sparsity if isinstance(sparsity, dict) else {"format": sparsity}
-    Keys(sparsity, f"{keys.where}: sparsity_config").refuse_unless("format", (None, "dense"))
+    Keys(sparsity, f"{keys.source}: sparsity_config").refuse_unless("format", (None, "dense"))
     groups = keys.raw.get("config_groups")
     if not isinstance(groups, dict) or not groups:
         raise keys.error("config_groups", "an object of groups")
-    packings = {FORMATS[form](_weights(keys, name, group)) for name, group in groups.items() if not _of_others(group)}
+    packings = {FORMATS[form](_weights(keys, name, group)) for name, group in groups.items() if not _unweighted(group)}
     if not packings:
         raise keys.error("config_groups", 'a group with "weights"')
     if len(packings) > 1:
-        raise InputError(f"{keys.where}: its groups have scales of several shapes, which is not supported.")
+        raise InputError(f"{keys.source}: its groups have scales of several shapes, which is not supported.")
     start = lambda module: "*" * (module.startswith("re:") and not module.endswith("$"))  # which a name begins with
-    left_out = [_glob(one) + start(one) for module in _left_out(keys, "ignore") for one in _alternatives(module)]
+    left_out = [_glob(name) + start(name) for module in _left_out(keys, "ignore") for name in _alternatives(module)]
     return packings.pop(), _blocks(names, left_out, exact=True)
 
 
-def _of_others(group: Any) -> bool:
+def _unweighted(group: Any) -> bool:
     """Whether a group is not of weights but, for example, of attention's cache."""
     return isinstance(group, dict) and "weights" in group and group["weights"] is None
 
@@ -161,10 +161,10 @@ def _weights(keys: Keys, name: str, group: Any) -> Keys:
     """The settings for weights in one of "config_groups"."""
     weights = group.get("weights") if isinstance(group, dict) else None
     if not isinstance(weights, dict):
-        where = f"{keys.where}: config_groups: {json.dumps(name)[:40]}"
-        raise InputError(f'{where} has no "weights", which say how they are packed.')
-    Keys(group, f"{keys.where}: {json.dumps(name)[:40]}").refuse_unless("format", (None, keys.raw["format"]))
-    return Keys(weights, f"{keys.where}: weights")
+        source = f"{keys.source}: config_groups: {json.dumps(name)[:40]}"
+        raise InputError(f'{source} has no "weights", which say how they are packed.')
+    Keys(group, f"{keys.source}: {json.dumps(name)[:40]}").refuse_unless("format", (None, keys.raw["format"]))
+    return Keys(weights, f"{keys.source}: weights")
 
 
 def _float(weights: Keys) -> Packing:
@@ -201,7 +201,7 @@ def _fp4(packing: Packing, strategy: str, weights: Keys) -> Packing:
 
 def _group(keys: Keys) -> int:
     """Columns that share a scale; -1 is all."""
-    return WHOLE if keys.raw.get("group_size") == -1 else keys.count("group_size", most=1 << 20)
+    return WHOLE if keys.raw.get("group_size") == -1 else keys.count("group_size", limit=1 << 20)
 
 
 def _pair(keys: Keys, name: str) -> tuple[int, int]:
@@ -222,12 +222,12 @@ def _alternatives(module: str) -> list[str]:
     if choice is None:
         return [module]
     before, after = module[: choice.start()], module[choice.end() :]
-    return [one for own in choice[1].split("|") for one in _alternatives(before + own + after)]
+    return [name for branch in choice[1].split("|") for name in _alternatives(before + branch + after)]
 
 
-def _left_out(keys: Keys, *others: str) -> list[str]:
+def _left_out(keys: Keys, *key_names: str) -> list[str]:
     """The modules that are not quantized, by whichever key names them."""
-    spelled = ("modules_to_not_convert", "ignored_layers", *others)
+    spelled = ("modules_to_not_convert", "ignored_layers", *key_names)
     name = next((name for name in spelled if keys.raw.get(name) is not None), spelled[0])
     modules: Any = keys.raw.get(name) or []
     if not isinstance(modules, list) or any(type(module) is not str for module in modules):

@@ -43,42 +43,42 @@ def parse_ropes(keys: Keys, family: Family, head_dims: tuple[int, int], position
     They are equal unless the family has a local theta. Raises InputError.
     """
     if odd := [n for n in head_dims if n % 2]:
-        raise InputError(f"{keys.where}: heads of {odd[0]} cannot be rotated; head_dim must be even.")
+        raise InputError(f"{keys.source}: heads of {odd[0]} cannot be rotated; head_dim must be even.")
     inner, thetas = _parameters(keys, family), (family.theta, family.local_theta or family.theta)
     null, names = family.unrotated == "null", (family.spelled["theta"], family.local_theta_key)
     names = names if family.local_theta is not None else names[:1] * 2
     rope, local = (
-        _parse(keys, own, family, _theta(keys, own, name, theta, null), head_dim, positions)
-        for own, name, theta, head_dim in zip(inner, names, thetas, head_dims, strict=True)
+        _parse(keys, params, family, _theta(keys, params, name, theta, null), head_dim, positions)
+        for params, name, theta, head_dim in zip(inner, names, thetas, head_dims, strict=True)
     )
     if (rope.width or local.width) and not family.partial:
-        raise InputError(f'{keys.where}: "partial_rotary_factor" is not supported for {keys.raw["model_type"]}.')
+        raise InputError(f'{keys.source}: "partial_rotary_factor" is not supported for {keys.raw["model_type"]}.')
     return rope, local
 
 
 def _parameters(keys: Keys, family: Family) -> tuple[Keys, Keys]:
     """What config.json says of each of the two, from the keys where transformers reads it. Raises InputError."""
     scaling, params = (_object(keys, keys.raw, name) for name in ("rope_scaling", "rope_parameters"))
-    of = lambda name, raw: Keys(raw, f"{keys.where}: {name}")
-    flat = of("rope_scaling", scaling) if scaling or family.local_theta else of("rope_parameters", params)
+    section = lambda name, raw: Keys(raw, f"{keys.source}: {name}")
+    flat = section("rope_scaling", scaling) if scaling or family.local_theta else section("rope_parameters", params)
     if nested := [kind for kind, value in flat.raw.items() if isinstance(value, dict)]:
-        raise InputError(f'{flat.where}: parameters for "{nested[0]}" are not supported for this model_type.')
+        raise InputError(f'{flat.source}: parameters for "{nested[0]}" are not supported for this model_type.')
     if family.local_theta is None:
         return flat, flat
-    whole, local = (_object(of("rope_parameters", params), params, kind) for kind in (GLOBAL, LOCAL))
+    full, local = (_object(section("rope_parameters", params), params, kind) for kind in (GLOBAL, LOCAL))
     if strange := params.keys() - {GLOBAL, LOCAL}:
         raise InputError(
-            f'{keys.where}: rope_parameters: "{min(strange)}" is not supported outside "{GLOBAL}" and "{LOCAL}".'
+            f'{keys.source}: rope_parameters: "{min(strange)}" is not supported outside "{GLOBAL}" and "{LOCAL}".'
         )
     if family.nested:
         keys.refuse_unless("rope_scaling", (None,))
         keys.refuse_unless("rope_theta", (None, family.theta))  # transformers does not read it
     if "rope_type" not in scaling and "type" in scaling:  # transformers would leave it out
         raise InputError(
-            f'{keys.where}: rope_scaling: "type" is not supported for this model_type: name it "rope_type".'
+            f'{keys.source}: rope_scaling: "type" is not supported for this model_type: name it "rope_type".'
         )
     name = "rope_scaling" if scaling else f"rope_parameters: {GLOBAL}"
-    return of(name, whole | scaling), of(f"rope_parameters: {LOCAL}", local)
+    return section(name, full | scaling), section(f"rope_parameters: {LOCAL}", local)
 
 
 def _object(keys: Keys, raw: dict[str, Any], name: str) -> dict[str, Any]:
@@ -103,10 +103,10 @@ def _parse(keys: Keys, inner: Keys, family: Family, theta: float, head_dim: int,
         kind, theta = "default", theta * inner.number("alpha") ** (head_dim / (head_dim - 2))
     kinds = ("yarn",) if family.query_beta else ("default", "longrope") if family.longrope else KINDS
     if kind not in kinds:
-        raise InputError(f'{inner.where}: rope type "{kind}" is not supported. Supported: {", ".join(kinds)}.')
+        raise InputError(f'{inner.source}: rope type "{kind}" is not supported. Supported: {", ".join(kinds)}.')
     if not family.query_beta:
         inner.refuse_unless("llama_4_scaling_beta", (None, 0))
-    share = _share(keys, inner, family, head_dim, whole_pairs=kind != "proportional")
+    share = _share(keys, inner, family, head_dim, even=kind != "proportional")
     sharp = lambda factor: _sharpness(inner, factor) if family.latent else 1.0
     if kind == "proportional":
         factor = inner.number("factor", 1.0)
@@ -125,10 +125,10 @@ def _parse(keys: Keys, inner: Keys, family: Family, theta: float, head_dim: int,
             raise inner.error("high_freq_factor", f"a number above low_freq_factor = {low}")
         factor = inner.number("factor")
         return Rope(theta, kind, factor, low_freq_factor=low, high_freq_factor=high, sharpness=sharp(factor), **common)
-    inner = Keys({k: v for k, v in inner.raw.items() if v is not None or k not in MAY_BE_NULL}, inner.where)
+    inner = Keys({k: v for k, v in inner.raw.items() if v is not None or k not in MAY_BE_NULL}, inner.source)
     if kind == "yarn":
         if theta == 1:
-            raise InputError(f'{inner.where}: yarn is not possible with a "rope_theta" of 1.')
+            raise InputError(f'{inner.source}: yarn is not possible with a "rope_theta" of 1.')
         factor = inner.number("factor", positions / original)
         fast, slow = inner.number("beta_fast", 32.0), inner.number("beta_slow", 1.0)
         attention = inner.number("attention_factor", _yarn_attention(inner, factor))
@@ -137,11 +137,11 @@ def _parse(keys: Keys, inner: Keys, family: Family, theta: float, head_dim: int,
                     **common)  # fmt: skip
     factor = inner.number("factor", positions / original)
     if factor > 1 and original == 1:
-        raise InputError(f'{inner.where}: "original_max_position_embeddings" is 1, expected more.')
-    usual = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+        raise InputError(f'{inner.source}: "original_max_position_embeddings" is 1, expected more.')
+    default = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
     half = (width or head_dim) // 2
     short, long = (inner.numbers(name, half) for name in ("short_factor", "long_factor"))
-    attention = inner.number("attention_factor", usual)
+    attention = inner.number("attention_factor", default)
     return Rope(theta, kind, attention_factor=attention, short_factors=short, long_factors=long,
                 sharpness=sharp(factor), **common)  # fmt: skip
 
@@ -167,19 +167,19 @@ def _query_beta(inner: Keys, family: Family) -> float:
     return inner.number(name) if family.query_beta and inner.raw.get(name) != 0 else 0.0
 
 
-def _share(keys: Keys, inner: Keys, family: Family, head_dim: int, whole_pairs: bool) -> float:
-    """The share of a head's features that are rotated. `whole_pairs`: it must be an even number of them."""
+def _share(keys: Keys, inner: Keys, family: Family, head_dim: int, even: bool) -> float:
+    """The share of a head's features that are rotated. `even`: it must be an even number of them."""
     name, holder = family.spelled["share"], keys
-    whole = None if family.longrope or name != "partial_rotary_factor" else 1.0  # what null stands for
-    whole = family.partial if name in family.only else whole
+    null = None if family.longrope or name != "partial_rotary_factor" else 1.0  # what null stands for
+    null = family.partial if name in family.only else null
     if "partial_rotary_factor" in inner.raw:
         name, holder, share = "partial_rotary_factor", inner, inner.number("partial_rotary_factor")
     elif family.rotary_dim and keys.raw.get("rotary_dim") is not None and name not in keys.raw:
         name, share = "rotary_dim", keys.count("rotary_dim") / head_dim
     else:
-        share = keys.number(name, family.partial or 1.0, null=whole)
+        share = keys.number(name, family.partial or 1.0, null=null)
     width = int(head_dim * share)
-    if share > 1 or (whole_pairs and (width % 2 or not width)):
+    if share > 1 or (even and (width % 2 or not width)):
         raise holder.error(name, f"a share of {head_dim} features that is an even number")
     return share
 
@@ -193,7 +193,7 @@ def _sharpness(inner: Keys, factor: float) -> float:
 
 def _yarn_attention(inner: Keys, factor: float) -> float:
     """transformers' default of yarn's attention_factor."""
-    mscale = lambda by: 1.0 if factor <= 1 else 0.1 * by * math.log(factor) + 1.0
+    mscale = lambda scale: 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
     if inner.raw.get("mscale") and inner.raw.get("mscale_all_dim"):
         return mscale(inner.number("mscale")) / mscale(inner.number("mscale_all_dim"))
     return mscale(1.0)

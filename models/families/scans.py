@@ -82,7 +82,7 @@ class MambaKeys:
     taps: tuple[str, int] = ("mamba_d_conv", 4)
     expand: str = "mamba_expand"  # heads are as wide as so many times the model; "": not read
     conv_bias: str = "mamba_conv_bias"
-    least: str = ""  # key of the least step, 0.001 by default; "": both limits are time_step_limit
+    low_key: str = ""  # key of the least step, 0.001 by default; "": both limits are time_step_limit
     biases: tuple[str, ...] = ("mamba_proj_bias",)  # keys of those that are not supported
     layers: str = "layer_types"
     attending: str = ""  # key of the layers with attention; "": by `layers`
@@ -91,7 +91,7 @@ class MambaKeys:
 
 D_SSM = "mamba_d_ssm"  # width of all heads, where it is not `expand` times the model's
 WIDEST = 256  # of a head: a state is in registers
-MEANT = {  # keys that change the mathematics -> accepted values
+ACCEPTED = {  # keys that change the mathematics -> accepted values
     "attn_output_gate": (None, True),
     "output_gate_type": (None, "silu", "swish"),
     "mamba_ssm_dtype": (None, "float32"),
@@ -108,7 +108,7 @@ def parse_scan(
     """
     if family is None:
         return [None] * layers
-    keys.only(MEANT)
+    keys.only(ACCEPTED)
     if isinstance(family, MambaKeys):
         return _mamba(keys, family, layers, width)
     return _delta(keys, family, layers, width, heads)
@@ -130,57 +130,57 @@ def _delta(keys: Keys, family: DeltaKeys, layers: int, width: int, heads: int) -
     step = family.interval
     if family.interval_key:
         step = keys.count(family.interval_key, family.interval, null=family.interval)
-    usual = [LINEAR if (i + 1) % step else FULL for i in range(layers)]
+    types = [LINEAR if (i + 1) % step else FULL for i in range(layers)]
     kinds = tuple(dict.fromkeys((FULL, LINEAR, *family.pattern)))
     if family.pattern:
-        usual = [family.pattern[i % len(family.pattern)] for i in range(layers)]
+        types = [family.pattern[i % len(family.pattern)] for i in range(layers)]
     scan = Scan(
         key_heads, heads, key_dim, value_dim, taps, most=2.0 if negative else 1.0, eps=family.eps,
         parts=(key_heads * key_dim, key_heads * key_dim, heads * value_dim) if family.apart else (),
     )  # fmt: skip
-    return [scan if scans else None for scans in _layers(keys, "layer_types", layers, usual, kinds=kinds)]
+    return [scan if scans else None for scans in _layers(keys, "layer_types", layers, types, kinds=kinds)]
 
 
 def _mamba(keys: Keys, family: MambaKeys, layers: int, width: int) -> list[Scan | None]:
-    usual = [LINEAR] * layers
+    types = [LINEAR] * layers
     for i in _attending(keys, family, layers):
-        usual[i] = FULL
+        types[i] = FULL
     scanned = [True] * layers
     if not family.with_attention:
-        scanned = _layers(keys, family.layers, layers, usual, family.attending)
+        scanned = _layers(keys, family.layers, layers, types, family.attending)
     if not any(scanned):
         return [None] * layers
     heads, state, groups, taps = (keys.count(*key) for key in (family.heads, family.state, family.groups, family.taps))
     name, default = family.head_dim
-    wide = keys.count(family.expand, 2) * width if family.expand else 0
-    wide = keys.count(D_SSM, 1024, null=wide) if family.with_attention else wide
-    each = wide // heads
+    inner = keys.count(family.expand, 2) * width if family.expand else 0
+    inner = keys.count(D_SSM, 1024, null=inner) if family.with_attention else inner
+    per_head = inner // heads
     auto = keys.raw.get(name) == "auto" or default is None and keys.raw.get(name) is None
-    head_dim = each if auto else keys.count(name, default)
-    if wide and head_dim * heads != wide:
-        said = D_SSM if family.with_attention else f"{family.expand} * hidden_size"
-        raise keys.error(family.heads[0], f"a divisor of {said} = {wide}, in heads of {name}")
+    head_dim = per_head if auto else keys.count(name, default)
+    if inner and head_dim * heads != inner:
+        expected = D_SSM if family.with_attention else f"{family.expand} * hidden_size"
+        raise keys.error(family.heads[0], f"a divisor of {expected} = {inner}, in heads of {name}")
     if heads % groups:
         raise keys.error(family.groups[0], f"a divisor of {family.heads[0]} = {heads}")
     for key, d in ((name, head_dim), (family.state[0], state)):
         _check(keys, key, d, taps, family.taps[0])
     keys.only(dict.fromkeys(family.biases, (None, False)))
-    low, high = (keys.number(family.least, 0.001), 0.0) if family.least else _limits(keys)
+    low, high = (keys.number(family.low_key, 0.001), 0.0) if family.low_key else _limits(keys)
     bias = keys.flag(family.conv_bias, True)
-    made = Scan(groups, heads, state, head_dim, taps, delta=False, conv_bias=bias, low=low, high=high)
-    made = _with_attention(keys, made) if family.with_attention else made
-    return [made if scans else None for scans in scanned]
+    scan = Scan(groups, heads, state, head_dim, taps, delta=False, conv_bias=bias, low=low, high=high)
+    scan = _with_attention(keys, scan) if family.with_attention else scan
+    return [scan if scans else None for scans in scanned]
 
 
-def _with_attention(keys: Keys, own: Scan) -> Scan:
-    """`own` with the factors of Falcon-H1, whose norm is optional."""
+def _with_attention(keys: Keys, scan: Scan) -> Scan:
+    """`scan` with the factors of Falcon-H1, whose norm is optional."""
     normed = keys.flag("mamba_rms_norm", False)
     if normed:  # transformers' kernels have the gate first, whatever is said
         keys.refuse_unless("mamba_norm_before_gate", (False,), True)
-    into, each = keys.number("ssm_in_multiplier", 1.0), keys.factors("ssm_multipliers", 5)
-    factors = tuple(into * factor for factor in each)
+    in_factor, multipliers = keys.number("ssm_in_multiplier", 1.0), keys.factors("ssm_multipliers", 5)
+    factors = tuple(in_factor * factor for factor in multipliers)
     return replace(
-        own, normed=normed, factor=keys.number("ssm_out_multiplier", 1.0),
+        scan, normed=normed, factor=keys.number("ssm_out_multiplier", 1.0),
         factors=factors if set(factors) != {1.0} else (),
     )  # fmt: skip
 
@@ -192,11 +192,11 @@ def _attending(keys: Keys, family: MambaKeys, layers: int) -> list[int]:
     return attending
 
 
-def _check(keys: Keys, name: str, d: int, taps: int, of_taps: str) -> None:
+def _check(keys: Keys, name: str, d: int, taps: int, taps_key: str) -> None:
     if d > WIDEST:
         raise keys.error(name, f"at most {WIDEST}")
     if taps & (taps - 1):
-        raise keys.error(of_taps, "a power of two")
+        raise keys.error(taps_key, "a power of two")
 
 
 def _limits(keys: Keys) -> tuple[float, float]:
@@ -213,13 +213,13 @@ def _limits(keys: Keys) -> tuple[float, float]:
 
 
 def _layers(
-    keys: Keys, name: str, layers: int, usual: list[str], said: str = "", kinds: tuple[str, ...] = (FULL, LINEAR)
+    keys: Keys, name: str, layers: int, default: list[str], said: str = "", kinds: tuple[str, ...] = (FULL, LINEAR)
 ) -> list[bool]:
-    """Whether each layer has a recurrence, by the key `name`; by `usual` where it is null or absent, or with `said`."""
+    """Whether each layer has a recurrence, by the key `name`; by `default` if it is null or absent, or with `said`."""
     types: Any = None if said else keys.raw.get(name)
     kinds = tuple(LETTERS.values()) if name == BLOCK_TYPES else kinds
     if types is None:
-        types = usual
+        types = default
     elif isinstance(types, list):
         types = [OLDER.get(t, t) if isinstance(t, str) else t for t in types]
     if not isinstance(types, list) or len(types) != layers or not all(t in kinds for t in types):
@@ -227,12 +227,12 @@ def _layers(
     return [kind == LINEAR for kind in types]
 
 
-def block_types(raw: dict[str, Any], where: str) -> dict[str, Any]:
+def block_types(raw: dict[str, Any], source: str) -> dict[str, Any]:
     """config.json with BLOCK_TYPES in today's names, and their number, where layers are a mixer or an MLP.
 
     Raises InputError.
     """
-    keys, counted = Keys(raw, where), "num_hidden_layers"
+    keys, count_key = Keys(raw, source), "num_hidden_layers"
     types: Any = raw.get(BLOCK_TYPES)
     if types is None and isinstance(pattern := raw.get(PATTERN), str):
         if strange := set(pattern) - set(LETTERS):
@@ -240,9 +240,9 @@ def block_types(raw: dict[str, Any], where: str) -> dict[str, Any]:
         types = [LETTERS[letter] for letter in pattern]
     if not isinstance(types, list) or not types or not all(isinstance(t, str) for t in types):
         raise keys.error(BLOCK_TYPES if PATTERN not in raw else PATTERN, "the kind of each layer")
-    if raw.get(counted) not in (None, len(types)):
-        raise keys.error(counted, f"{len(types)}, as {BLOCK_TYPES} or {PATTERN} has them")
+    if raw.get(count_key) not in (None, len(types)):
+        raise keys.error(count_key, f"{len(types)}, as {BLOCK_TYPES} or {PATTERN} has them")
     types, kinds = [OLDER.get(t, t) for t in types], tuple(LETTERS.values())
     if not all(t in kinds for t in types):
         raise keys.error(BLOCK_TYPES, f"a list of names, each {' or '.join(kinds)}")
-    return raw | {BLOCK_TYPES: types, counted: len(types)}
+    return raw | {BLOCK_TYPES: types, count_key: len(types)}

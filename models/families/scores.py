@@ -17,17 +17,17 @@ MOST = 1 << 16  # labels
 STD = 0.02  # transformers' initializer_range, where config.json has none
 
 
-def labels_of(raw: dict[str, Any], where: str) -> int:
+def labels_of(raw: dict[str, Any], source: str) -> int:
     """The number of labels of a score head, by config.json; 0 for a language model. Raises InputError."""
-    named = raw.get("architectures")
-    first = named[0] if isinstance(named, list) and named else ""
+    classes = raw.get("architectures")
+    first = classes[0] if isinstance(classes, list) and classes else ""
     if not (isinstance(first, str) and first.endswith(CLASS)):
         return 0
-    names, keys = raw.get("id2label"), Keys(raw, where)
+    names, keys = raw.get("id2label"), Keys(raw, source)
     count = len(names) if isinstance(names, dict) and names else 2
     count = keys.count("num_labels", count, MOST, null=count)
     if count > MOST:
-        raise InputError(f"{where}: id2label has {count:,} labels; the most is {MOST:,}.")
+        raise InputError(f"{source}: id2label has {count:,} labels; the most is {MOST:,}.")
     return count
 
 
@@ -42,7 +42,7 @@ def std_of(raw: dict[str, Any]) -> float:
     return float(std) if isinstance(std, (int, float)) and 0 < std < 1 else STD
 
 
-def why_none(model_type: str, wrapper: str) -> str:
+def scores_obstacle(model_type: str, wrapper: str) -> str:
     """Why a model cannot have a score head; "" if it can."""
     if wrapper:
         return f"{wrapper} is a model of images and text"

@@ -153,7 +153,7 @@ FAMILIES = {
         scan=MambaKeys(
             heads=("mamba_num_heads", 128), head_dim=("mamba_head_dim", 64), state=("ssm_state_size", 128),
             groups=("n_groups", 8), taps=("conv_kernel", 4), expand="", conv_bias="use_conv_bias",
-            least="time_step_min", biases=("use_bias",), layers="layers_block_type",
+            low_key="time_step_min", biases=("use_bias",), layers="layers_block_type",
         ),
         experts=ExpertKeys(
             8, 2, 7688, "n_routed_experts", normalised=True, sigmoid=True, scale_key="routed_scaling_factor",

@@ -16,9 +16,9 @@ def windows(keys: Keys, family: Family, layers: int) -> list[int]:
         keys.refuse_unless("sliding_window", (None,))
         return [0] * layers
     if keys.raw.get(family.before_key) is not None:
-        keys = Keys(keys.raw | {"sliding_window": keys.count(family.before_key) + 1}, keys.where)
-    given = "sliding_window" in keys.raw
-    absent = keys.raw["sliding_window"] is None if given else family.window is None
+        keys = Keys(keys.raw | {"sliding_window": keys.count(family.before_key) + 1}, keys.source)
+    present = "sliding_window" in keys.raw
+    absent = keys.raw["sliding_window"] is None if present else family.window is None
     absent = absent or family.windows == "none"
     window = 0 if absent else keys.count("sliding_window", family.window)
     if family.windows == "above" and not keys.flag("use_sliding_window", False):
@@ -28,8 +28,8 @@ def windows(keys: Keys, family: Family, layers: int) -> list[int]:
     kind = LOCAL if window else INDEXED if family.indexed else GLOBAL
     if keys.raw.get("layer_types") not in (None, [kind] * layers):
         raise InputError(
-            f'{keys.where}: "layer_types" must be {kind} in all {layers} layers, as the other keys say; other patterns '
-            f"are not supported for {keys.raw['model_type']}."
+            f'{keys.source}: "layer_types" must be {kind} in all {layers} layers, as the other keys say; other '
+            f"patterns are not supported for {keys.raw['model_type']}."
         )
     return [window] * layers
 
@@ -62,8 +62,8 @@ def _usual_types(keys: Keys, family: Family, layers: int, window: int) -> list[s
     if isinstance(family.scan, DeltaKeys):
         return [family.scan.pattern[i % len(family.scan.pattern)] for i in range(layers)]
     if family.unrotated == "listed":
-        some = unrotated_layers(keys, layers) if window and keys.flag("use_sliding_window", False) else ()
-        return [LOCAL if i in some else GLOBAL for i in range(layers)]
+        local_layers = unrotated_layers(keys, layers) if window and keys.flag("use_sliding_window", False) else ()
+        return [LOCAL if i in local_layers else GLOBAL for i in range(layers)]
     if family.above:
         first = _first_window(keys, family, layers) if window else layers
         return [GLOBAL] * first + [LOCAL] * (layers - first)
@@ -74,16 +74,16 @@ def _usual_types(keys: Keys, family: Family, layers: int, window: int) -> list[s
         return [GLOBAL if i < 2 or i % period == 1 or i == layers - 1 else LOCAL for i in range(layers)]
     if family.last:
         return [GLOBAL if (layers - 1 - i) % period == 0 else LOCAL for i in range(layers)]
-    whole = [(i + (not family.first)) % period == 0 or family.begins and i == 0 for i in range(layers)]
-    return [GLOBAL if own else LOCAL for own in whole]
+    flags = [(i + (not family.first)) % period == 0 or family.begins and i == 0 for i in range(layers)]
+    return [GLOBAL if flag else LOCAL for flag in flags]
 
 
 def unrotated_layers(keys: Keys, layers: int) -> tuple[int, ...]:
     """The layers without rope, by no_rope_layers or no_rope_layer_interval. Raises InputError."""
     rotated = keys.raw.get("no_rope_layers")
     if rotated is None:
-        every = keys.count("no_rope_layer_interval", 4)
-        rotated = [int((i + 1) % every != 0) for i in range(layers)]
+        interval = keys.count("no_rope_layer_interval", 4)
+        rotated = [int((i + 1) % interval != 0) for i in range(layers)]
     if not isinstance(rotated, list) or len(rotated) != layers or not all(r in (0, 1) for r in rotated):
         raise keys.error("no_rope_layers", f"a list of {layers} times 0 or 1")
     return tuple(i for i, r in enumerate(rotated) if not r)

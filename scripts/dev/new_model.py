@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from trireme.models.config import SUPPORTED, InputError, ModelConfig, parse_config
-from trireme.models.families.known import why_not
+from trireme.models.families.known import unsupported_reason
 from trireme.models.families.table import FAMILIES, WRAPPERS
 from trireme.models.sizes.shapes import parameters
 
@@ -90,7 +90,7 @@ def fit(name: str, raw: dict[str, Any]) -> Fit:
 def report(raw: dict[str, Any]) -> str:
     """The closest rows, and what the first of them does not have."""
     text = raw["text_config"] if isinstance(raw.get("text_config"), dict) else raw
-    known = "has a row." if raw.get("model_type") in SUPPORTED else why_not(raw.get("model_type"), SUPPORTED)
+    known = "has a row." if raw.get("model_type") in SUPPORTED else unsupported_reason(raw.get("model_type"), SUPPORTED)
     fits = sorted((fit(name, text) for name in FAMILIES), key=lambda own: own.distance)
     best, lines = fits[0], [f"{raw.get('model_type')}: {known}", "closest rows:"]
     for own in fits[:ROWS]:
