@@ -51,8 +51,7 @@ def test_small_memory_changes_no_bit(name, finished, said, tmp_path):
 
 
 def test_rows_of_token_ids_need_no_tokenizer(byte_model, tmp_path):
-    rows = tmp_path / "ids.jsonl"
-    rows.write_text(json.dumps({"input_ids": list(range(5, 60))}) + "\n")
+    rows = write_rows(tmp_path / "ids.jsonl", [{"input_ids": list(range(5, 60))}])
     without = shutil.copytree(byte_model, tmp_path / "model", ignore=shutil.ignore_patterns("tokenizer*"))
     assert trireme.evaluate(without, rows) == trireme.evaluate(byte_model, rows)
 
@@ -102,7 +101,8 @@ def test_labels_and_rewards_are_those_of_transformers(name, finished, said, tmp_
         {"text": row["prompt"] + row[side]} for row in PAIRS for side in ("chosen", "rejected")
     ]  # fmt: skip
     write_rows(tmp_path / "texts.jsonl", rows)
-    said("score", out, "--data", tmp_path / "texts.jsonl", "--out", tmp_path / "scores")
+    said(*(words := ("score", out, "--data", tmp_path / "texts.jsonl", "--out", tmp_path / "scores")))
+    assert "scores/000.jsonl" in said(*words, code=2)[1]  # which may be of another model, or a user's
     records = [json.loads(line) for line in (tmp_path / "scores/000.jsonl").read_text().splitlines()]
     model = transformers.AutoModelForSequenceClassification.from_pretrained(out, dtype=torch.float32)
     tokenizer = transformers.AutoTokenizer.from_pretrained(out)

@@ -27,7 +27,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
@@ -74,7 +74,7 @@ def run(o: Score) -> None:
         o = opened.with_defaults(f, o)
         codec = f.codec(o)
         if f.cfg.scores:
-            lines = _write_answers(f, o, codec, folder)
+            lines = [*_write_answers(f, o, codec, folder)]
         else:
             sources = {name: opened.read_data(f, o, codec, name, "") for name in o.data}
             lines = _write_scores(f, o, folder, sources, o.top_k, f.cfg.vocab)
@@ -97,17 +97,18 @@ def write(folder: Path, teacher: Path, sources: Mapping[str, Dataset], k: int, b
 # ---------------------------------------------------------------- labels and rewards
 
 
-def _write_answers(f: Finished, o: Score, codec: Codec | None, folder: Path) -> list[str]:
-    """Writes a label or a reward for each row; returns a line for each file."""
-    sources, lines = [opened.read_data(f, o, codec, name, "classes", labelled=False) for name in o.data], list[str]()
+def _write_answers(f: Finished, o: Score, codec: Codec | None, folder: Path) -> Iterator[str]:
+    """Writes a label or a reward for each row; yields a line for each file. Raises InputError if one is there."""
+    files = {folder / f"{i:03}.jsonl": name for i, name in enumerate(o.data)}
+    if there := next((path for path in files if path.exists()), None):
+        raise InputError(f"{there} is there already. Name another folder.")
+    sources = [opened.read_data(f, o, codec, name, "classes", labelled=False) for name in o.data]
     folder.mkdir(parents=True, exist_ok=True)
     with opened.computing(f, o, sources[0].options.room) as e:
-        for i, (name, data) in enumerate(zip(o.data, sources, strict=True)):
-            records = _records(f, e, data)
-            content = "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records)
-            replace_synced(folder / f"{i:03}.jsonl", content.encode())
-            lines.append(f"{name}: {count(len(records), 'row')}")
-    return lines
+        for (path, name), data in zip(files.items(), sources, strict=True):
+            records, bad = _records(f, e, data), sum(file.meta["bad"] for file in data.files)
+            replace_synced(path, "".join(json.dumps(record, ensure_ascii=False) + "\n" for record in records).encode())
+            yield f"{name}: {count(len(records), 'row')}{', numbered without bad ones' if bad else ''}"
 
 
 def _records(f: Finished, e: Evaluator, data: Dataset) -> list[dict[str, Any]]:
@@ -129,8 +130,7 @@ def _records(f: Finished, e: Evaluator, data: Dataset) -> list[dict[str, Any]]:
             records.append({"row": row, "reward": float(values)})
         else:
             chances = values.softmax(0).tolist()
-            most = max(chances)
-            answer = {"label": f.labels[chances.index(most)], "probability": most}
+            answer = {"label": f.labels[chances.index(max(chances))], "probability": max(chances)}
             records.append({"row": row, **answer, "probabilities": dict(zip(f.labels, chances, strict=True))})
     return records
 
