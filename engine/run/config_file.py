@@ -105,11 +105,11 @@ def changes(now: Options, before: Mapping[str, Any], fixed: bool = False) -> lis
 # fmt: off
 NAMES = {
     "adapter": "adapter_name_or_path lora_model_dir", "beta": "pref_beta", "chat_template": "template",
-    "batch_size": "per_device_train_batch_size", "data": "dataset", "dtype": "torch_dtype",
+    "batch_size": "per_device_train_batch_size micro_batch_size", "data": "dataset", "dtype": "torch_dtype",
     "epochs": "num_train_epochs num_epochs", "eval_every": "eval_steps", "keep": "save_total_limit",
     "log": "report_to", "lora": "lora_r lora_rank",
     "lora_targets": "lora_target lora_target_modules target_modules", "lr": "learning_rate", "max_steps": "iters",
-    "method": "rl", "micro_batch": "micro_batch_size", "model": "model_name_or_path base_model",
+    "method": "rl", "model": "model_name_or_path base_model",
     "neftune": "neftune_noise_alpha", "out": "output_dir", "patience": "early_stopping_patience",
     "resume": "resume_from_checkpoint", "router_aux": "moe_aux_loss_coef router_aux_loss_coef",
     "save_every": "save_steps", "schedule": "lr_scheduler_type lr_scheduler", "system": "default_system",
@@ -149,7 +149,7 @@ def translated(values: Mapping[str, Any], ours: Mapping[str, Any] | None = None,
     named, implied = dict[str, Any](ours or {}), dict[str, Any]()
     sizes = [key for key in ("per_device_train_batch_size", "micro_batch_size") if str(left.get(key)).isdecimal()]
     if sizes and str(left.get("gradient_accumulation_steps")).isdecimal():
-        left["batch_size"] = int(left.pop(sizes[0])) * int(left.pop("gradient_accumulation_steps"))
+        left[sizes[0]] = int(left[sizes[0]]) * int(left.pop("gradient_accumulation_steps"))
     for key, value in left.items():
         name, text = FIELD_OF.get(key, key), str(value).lower()
         meaning = next((of[text] for keys, of in MEANINGS.items() if key in keys.split() and text in of), None)

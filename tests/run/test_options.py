@@ -228,7 +228,7 @@ def test_flat_files_of_others_are_read(name, tmp_path):
     ("--load_in_4bit --gradient_checkpointing --lora_r 8", dict(base="nf4", lora=8)),
     ("--optim adamw_8bit --bf16 True", dict(adam_bits=8)),
     ("--learning_rate=3e-4 --num_train_epochs 2", dict(lr=3e-4, epochs=2.0)),
-    ("--cutoff-len 128 --output_dir o", dict(seq_len=128, out="o")),
+    ("--cutoff-len 128 --output_dir o", dict(seq_len=128, out="o")), ("--micro_batch_size 2", dict(batch_size=2)),
     ("--fp16 false --torch_dtype bfloat16", dict(dtype="bf16")),
 ])  # fmt: skip
 def test_the_command_line_takes_the_same_names(words, expected):
