@@ -22,6 +22,7 @@ from trireme.engine.data.dataset import Dataset, parse_val
 from trireme.engine.data.find import find
 from trireme.engine.data.prepare import DataOptions
 from trireme.engine.data.taught import PLACE
+from trireme.engine.data.tokenizer import read_choice
 from trireme.engine.hosts.group import here
 from trireme.engine.plan import DoesNotFit, Limits, Plan
 from trireme.engine.planner.forecast import Files, Forecast, Work
@@ -32,7 +33,7 @@ from trireme.engine.planner.rule import simple_plan
 from trireme.engine.run import config_file, folder, opening, screen
 from trireme.engine.run.after import hub
 from trireme.engine.run.opening import bytes_of, read_data
-from trireme.engine.run.options import TEMPLATES, Every, Options, flag
+from trireme.engine.run.options import Every, Options, flag
 from trireme.engine.run.planning import Planner, computer
 from trireme.engine.run.record import Fixed, Snapshot
 from trireme.engine.tuning.adapters import adapter_shapes
@@ -241,12 +242,12 @@ def check_options(o: Options, snapshot: Snapshot | None) -> None:
 def check_paths(o: Options) -> None:
     """Looks at the paths that a run is given, before anything is downloaded or read for long. Raises InputError."""
     check_options(o, None)
-    for name in ("tokenizer", "adapter", "plan", "teacher", "chat_template"):
+    for name in ("tokenizer", "adapter", "plan", "teacher"):
         path = getattr(o, name)
         file = Path(path or "") / ("tokenizer.json" if name == "tokenizer" else "")
-        if path and path not in TEMPLATES and not hub.name_of(path) and not file.exists():
+        if path and not hub.name_of(path) and not file.exists():
             raise InputError(f"{flag(name)} {path}: there is no {file}.")
-    for text, look in (*((text, find) for text in o.data), (o.val, parse_val), (o.general, find)):
+    for text, look in (*((t, find) for t in (*o.data, o.general)), (o.val, parse_val), (o.chat_template, read_choice)):
         if text not in (None, "-") and not hub.name_of(text, of_data=True):
             look(text)
     if o.out and not (o.resume or o.dry_run or here().host):
