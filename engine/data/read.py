@@ -209,7 +209,8 @@ def holds_lines(path: Path) -> bool:
         with suppress(ValueError, RecursionError):
             json.loads(first)
             return True
-        return next(lines, b"")[:1] == b"{"  # a bad row, or the first line of an object
+        # a bad row, or the first line of an object, which is short
+        return len(first) > ROW // 2 or next(lines, b"")[:1] == b"{"
 
 
 def json_lines(file: BinaryIO) -> Iterator[Row]:
