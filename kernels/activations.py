@@ -177,15 +177,15 @@ def _biased_bwd(
     tl.store(p_parts + i_part * F + o_f, tl.sum(b_sum, 0), o_f < F)
 
 
-def act_fwd(h: Tensor, act: Act, bias: Tensor | None = None, most_: Tensor | None = None) -> Tensor:
+def act_fwd(h: Tensor, act: Act, bias: Tensor | None = None, maxima_: Tensor | None = None) -> Tensor:
     """As reference.act_fwd, contiguous."""
     N, F = h.shape[0], h.shape[1] // (2 if act.gated else 1)
     assert h.is_contiguous()
     y = torch.empty((N, F), dtype=h.dtype, device=h.device)
     block = min(ROUTED, power2(F)) if act.limit else BLOCK
-    f = FUNCTIONS[act.of]
+    f = FUNCTIONS[act.name]
     grid = (N * cdiv(F, block),)
-    _act_fwd[grid](h, bias, y, most_, float(act.limit), f, F, act.gated, act.limit > 0, block, num_warps=4)
+    _act_fwd[grid](h, bias, y, maxima_, float(act.limit), f, F, act.gated, act.limit > 0, block, num_warps=4)
     return y
 
 
@@ -197,7 +197,7 @@ def act_bwd_(
     N, F = dy_.shape
     assert h_.shape == (N, F * (2 if act.gated else 1))
     assert all(t.is_contiguous() for t in (dy_, h_))
-    f = FUNCTIONS[act.of]
+    f = FUNCTIONS[act.name]
     if bias is not None and dbias_ is not None:
         blocks = cdiv(F, COLUMNS)
         grid = blocks, column_splits(h_.device, blocks, cdiv(N, ROWS))

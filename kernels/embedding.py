@@ -224,6 +224,6 @@ def dropout(x: Tensor, p: float, key: int, first: int, out: Tensor | None = None
     assert 0 <= p < 1
     assert 0 <= key < 1 << 31
     assert 0 <= first < (1 << 31) - N
-    least, scale = round(p * 2**24), 1 / (1 - p)
-    _dropout[(N, cdiv(D, block))](x, out, key, first, D, x.stride(0), least, scale, block, num_warps=4)
+    threshold, scale = round(p * 2**24), 1 / (1 - p)
+    _dropout[(N, cdiv(D, block))](x, out, key, first, D, x.stride(0), threshold, scale, block, num_warps=4)
     return out

@@ -31,17 +31,17 @@ def use(settings: Mapping[str, Sequence[int]]) -> None:
         forget()
 
 
-def planned(fn: Callable[P, R]) -> Any:
+def settings_cache(fn: Callable[P, R]) -> Any:
     """functools.cache for results that depend on settings: `use` clears it."""
     cached = cache(fn)
     _forget.append(cached.cache_clear)
     return cached
 
 
-def _set(here: Chip, name: str, of: type[S], interpreted: tuple[int, ...] = ()) -> S:
+def _set(gpu: Chip, name: str, kind: type[S], interpreted: tuple[int, ...] = ()) -> S:
     """The setting of a launch in use under this name, or the first of tiles.py; where there is no GPU `interpreted`."""
-    setting: Any = _settings.get(name) or settings_of(here, name)[0]
-    return of(*(interpreted if here.arch == 0 and interpreted else setting))
+    setting: Any = _settings.get(name) or settings_of(gpu, name)[0]
+    return kind(*(interpreted if gpu.arch == 0 and interpreted else setting))
 
 
 def cdiv(a: int, b: int) -> int:
@@ -86,19 +86,19 @@ def rows_bwd(device: torch.device, N: int, D: int, itemsize: int, gated: bool = 
 
     Rows of more than WIDEST values are divided into parts of WIDEST columns; `programs` is the number for each part.
     """
-    columns, here = min(power2(D), WIDEST), chip(device)
-    usual = Persistent(16, 1) if here.large else Persistent(8, 2)
-    how = usual if itemsize > 2 else _set(here, "rows_bwd", Persistent, (8, 2))
-    aim = how.kib << 10
+    columns, gpu = min(power2(D), WIDEST), chip(device)
+    default = Persistent(16, 1) if gpu.large else Persistent(8, 2)
+    setting = default if itemsize > 2 else _set(gpu, "rows_bwd", Persistent, (8, 2))
+    aim = setting.kib << 10
     rows = max(1, aim // (columns * itemsize))
     tile = rows * columns * itemsize
     # tiles of 3 inputs; of wide rows a gate's terms would spill beside them (88 bytes on sm_120, Triton 3.9)
-    none = 3 * tile > here.shared or (gated and columns == WIDEST and not here.large)
-    ahead = 0 if none else 1 if tile > aim else 3 if here.large and rows == 1 else 2
-    programs = min(cdiv(N, rows), how.per_sm * here.sms)
+    none = 3 * tile > gpu.shared or (gated and columns == WIDEST and not gpu.large)
+    ahead = 0 if none else 1 if tile > aim else 3 if gpu.large and rows == 1 else 2
+    programs = min(cdiv(N, rows), setting.per_sm * gpu.sms)
     if D > WIDEST:  # other parts of dy, h and weights are read, too
         parts = cdiv(D, WIDEST)
-        ahead = min(ahead, (here.shared - KIB) // (3 * parts * tile)) if itemsize == 2 else 0
+        ahead = min(ahead, (gpu.shared - KIB) // (3 * parts * tile)) if itemsize == 2 else 0
         return Rows(rows, columns, 16, ahead + 1, max(1, programs // parts))
     return Rows(rows, columns, min(16, max(4, rows * columns // 1024)), ahead + 1, programs)
 
@@ -116,22 +116,22 @@ def head_block(D: int) -> int:
     return max(16, power2(D))
 
 
-def _parts(D: int, least: int) -> tuple[int, int]:
-    wide = power2(D + 1) // 2  # the largest power of two <= D
-    rest = max(least, head_block(D - wide))
-    return (wide, rest) if wide >= 64 and wide + rest < power2(D) else (head_block(D), 0)
+def _parts(D: int, minimum: int) -> tuple[int, int]:
+    first = power2(D + 1) // 2  # the largest power of two <= D
+    second = max(minimum, head_block(D - first))
+    return (first, second) if first >= 64 and first + second < power2(D) else (head_block(D), 0)
 
 
-def head_parts(D: int, V: int, least: int) -> tuple[int, int, int, int, int, int]:
+def head_parts(D: int, V: int, minimum: int) -> tuple[int, int, int, int, int, int]:
     """Of keys and values: width, and its two parts as they are computed, the second 0 or less than the first.
 
-    Parts are powers of two, which tensors in Triton must have, of at least `least`. Below 64 heads have equal parts:
+    Parts are powers of two, which tensors in Triton must have, of at least `minimum`. Below 64 heads have equal parts:
     with two widths tiles are read out of bounds in bf16 on an H100 (Triton 3.6).
     """
     if min(head_block(D), head_block(V)) < 64:
-        parts = _parts(max(D, V), least)
+        parts = _parts(max(D, V), minimum)
         return D, *parts, V, *parts
-    return D, *_parts(D, least), V, *_parts(V, least)
+    return D, *_parts(D, minimum), V, *_parts(V, minimum)
 
 
 class Tiles(NamedTuple):
@@ -159,21 +159,21 @@ def widest_head(dtype: torch.dtype) -> int:
 
 def attention(device: torch.device, dtype: torch.dtype, D: int) -> Tiles:
     """Of heads of width D: settings of the next width that tiles.py has."""
-    here = chip(device)
-    if here.arch == 0:
+    gpu = chip(device)
+    if gpu.arch == 0:
         return INTERPRETED
     if dtype == torch.float32:
         return FP32[max(64, head_block(D))]
     names = [[f"attention_{kind} {width}" for width in WIDTHS if width >= D] for kind in Tiles._fields]
-    return Tiles(*(_set(here, next(name for name in of if name in TABLE), Tile) for of in names))
+    return Tiles(*(_set(gpu, next(name for name in options if name in TABLE), Tile) for options in names))
 
 
 def one_pass(device: torch.device, dtype: torch.dtype, widths: tuple[int, int]) -> Tile | None:
     """The tile of a backward in one pass, of heads of widths (keys, values); None: two passes are used."""
-    here, (d, e) = chip(device), widths
-    if here.arch not in ONE_PASS or dtype != torch.bfloat16 or d != e or f"one_pass {d}" not in TABLE:
+    gpu, (d, e) = chip(device), widths
+    if gpu.arch not in ONE_PASS or dtype != torch.bfloat16 or d != e or f"one_pass {d}" not in TABLE:
         return None
-    tile = _set(here, f"one_pass {d}", Tile)
+    tile = _set(gpu, f"one_pass {d}", Tile)
     return tile if tile.q else None
 
 
@@ -208,13 +208,13 @@ WIDE = 65536  # of a vocabulary: values of a row
 
 def cross_entropy(device: torch.device, V: int) -> Logits:
     """Wide programs for wide rows, if rows in flight stay in L2, from which they are read a second time."""
-    here = chip(device)
-    if here.arch == 0:
+    gpu = chip(device)
+    if gpu.arch == 0:
         return Logits(8192, 32, 2) if V > WIDE else Logits(4096, 8, 8)
     name = "cross_entropy wide" if V > WIDE else "cross_entropy"
-    setting = _set(here, name, Logits)
-    at_once = min(setting.per_sm, here.warps // setting.warps)  # of a multiprocessor
-    stays = here.large or V <= WIDE or name in _settings or at_once * here.sms * 2 * V <= here.l2
+    setting = _set(gpu, name, Logits)
+    at_once = min(setting.per_sm, gpu.warps // setting.warps)  # of a multiprocessor
+    stays = gpu.large or V <= WIDE or name in _settings or at_once * gpu.sms * 2 * V <= gpu.l2
     return setting if stays else Logits(4096, 8, 8)
 
 
@@ -228,22 +228,22 @@ def grouped_mm(device: torch.device, dtype: torch.dtype, B: int) -> Grouped:
     are at least ten elevenths of what its tiles compute, otherwise 128: 1.0 to 1.3 times as fast, and with the same `a`
     sums have the same order (docs/kernels-log.md, 2026-11-26).
     """
-    here = chip(device)
-    if here.arch == 0 or dtype == torch.float32:
+    gpu = chip(device)
+    if gpu.arch == 0 or dtype == torch.float32:
         return Grouped(32, 32, 32, 4, 1)
-    if here.arch == 90:
+    if gpu.arch == 90:
         tile = Grouped(128, 64, 256 if dtype.itemsize == 2 and 2560 * cdiv(B, 256) <= 11 * B else 128, 8, 3)
     else:
-        tile = _set(here, "grouped_mm", Grouped)
+        tile = _set(gpu, "grouped_mm", Grouped)
     return tile if dtype.itemsize > 1 else tile._replace(a=2 * tile.a)
 
 
 def grouped_add(device: torch.device, dtype: torch.dtype) -> Grouped:
     """Tile (a, b) of a matrix's gradient, from so many rows at a time."""
-    here = chip(device)
-    if here.arch == 0 or dtype == torch.float32:
+    gpu = chip(device)
+    if gpu.arch == 0 or dtype == torch.float32:
         return Grouped(32, 32, 32, 4, 1)
-    return _set(here, "grouped_add", Grouped)
+    return _set(gpu, "grouped_add", Grouped)
 
 
 # ---------------------------------------------------------------- fp8
@@ -257,12 +257,12 @@ class Codes(NamedTuple):
     warps: int
 
 
-@planned
-def quantize(device: torch.device, both: bool) -> Codes:
-    return _set(chip(device), "quantize both" if both else "quantize", Codes, (32, 32, 4))
+@settings_cache
+def quantize(device: torch.device, both_orders: bool) -> Codes:
+    return _set(chip(device), "quantize both" if both_orders else "quantize", Codes, (32, 32, 4))
 
 
-@planned
+@settings_cache
 def gated_codes(device: torch.device) -> Codes:
     """Tile of a gated unit's backward, which writes three matrices in fp8."""
     return _set(chip(device), "gated_codes", Codes, (32, 32, 4))
@@ -311,10 +311,10 @@ class Scan(NamedTuple):
 @cache
 def scan(device: torch.device, D: int, E: int, itemsize: int) -> Scan:
     """Launches for states (D, E). In bf16, chunks of 64 rows are wrong on an H100 (Triton 3.6)."""
-    width, columns, here = max(16, power2(D)), max(16, power2(E)), chip(device).arch
-    if itemsize == 4 or here == 0:
+    width, columns, arch = max(16, power2(D)), max(16, power2(E)), chip(device).arch
+    if itemsize == 4 or arch == 0:
         few = min(16, columns)
         return Scan(ROWS_OF_SCANS, width, few, min(32, width), few, 4, 1, "ieee")
-    small = max(width, columns) <= 128
-    block, stages = min(64 if small else 32, columns), 1 if here // 10 == 12 else 2  # two would spill
-    return Scan(ROWS_OF_SCANS, width, block, min(64, width), min(64, columns), 4 if small else 8, stages, "tf32")
+    narrow = max(width, columns) <= 128
+    block, stages = min(64 if narrow else 32, columns), 1 if arch // 10 == 12 else 2  # two would spill
+    return Scan(ROWS_OF_SCANS, width, block, min(64, width), min(64, columns), 4 if narrow else 8, stages, "tf32")

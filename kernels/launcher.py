@@ -35,7 +35,7 @@ if not is_tried(triton.__version__):
     )
 
 
-def why_none() -> str:
+def driver_error() -> str:
     """Why no kernel can be launched on this machine's GPU, or "". Triton compiles its driver in C at its first use."""
     try:
         triton.runtime.driver.active.get_current_device()
@@ -66,7 +66,7 @@ class Kernel:
         return partial(self._launch, grid)
 
     def _launch(self, grid: tuple[int, ...], *args, **options) -> None:
-        if _told(self.fn, args):
+        if _observe(self.fn, args):
             return
         key, values = self.key(args, options)
         form = self.forms.get(key)
@@ -109,11 +109,11 @@ class Fixed:
     """Launches `kernel` with fixed dtypes, shapes and strides, so that a call needs no key.
 
     A call gives the grid, tensors, of which only the addresses may change, and `numbers` (floats, unspecialised 32-bit
-    integers). The arguments `rest` follow and are fixed.
+    integers). The arguments `constants` follow and are fixed.
     """
 
-    def __init__(self, kernel, *rest, **options):
-        self.kernel, self.rest, self.options = kernel, rest, options
+    def __init__(self, kernel, *constants, **options):
+        self.kernel, self.constants, self.options = kernel, constants, options
         self.form: tuple[Any, ...] | None = None  # (device, *form of Kernel), for tensors aligned to 16 bytes
 
     def __call__(self, programs: int, tensors: tuple[torch.Tensor, ...], numbers: tuple) -> None:
@@ -123,11 +123,11 @@ class Fixed:
             pointers.append(p)
             bits |= p
         if self.form is None or bits % 16:
-            self._search(programs, (*tensors, *numbers, *self.rest), bits % 16 == 0)
+            self._search(programs, (*tensors, *numbers, *self.constants), bits % 16 == 0)
             return
         device, run, function, metadata, _ = self.form
         stream = torch._C._cuda_getCurrentRawStream(device)
-        run(programs, 1, 1, stream, function, metadata, None, None, None, *pointers, *numbers, *self.rest)
+        run(programs, 1, 1, stream, function, metadata, None, None, None, *pointers, *numbers, *self.constants)
 
     def _search(self, programs: int, args: tuple, aligned: bool) -> None:
         self.kernel[(programs,)](*args, **self.options)
@@ -137,7 +137,7 @@ class Fixed:
             self.form = form and (key[0], *form)
 
 
-def _told(fn: Any, args: tuple) -> bool:
+def _observe(fn: Any, args: tuple) -> bool:
     """Whether the arguments are tensors without memory: then observers are told of the launch."""
     meta = next(a.is_meta for a in args if isinstance(a, torch.Tensor))
     for observer in observers() if meta else ():
@@ -155,7 +155,7 @@ class Interpreted:
         return partial(self._launch, grid)
 
     def _launch(self, grid: tuple[int, ...], *args, **options) -> None:
-        if not _told(self.fn, args):
+        if not _observe(self.fn, args):
             self.fn[grid](*args, **options)
 
 

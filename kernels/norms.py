@@ -183,7 +183,7 @@ def norm_fwd(
     bias: Tensor | None = None,
     gate: Tensor | None = None,
     copy: Tensor | None = None,
-    most_: Tensor | None = None,
+    maxima_: Tensor | None = None,
 ) -> tuple[Tensor, NormStats]:
     """As reference.norm_fwd; features are contiguous, of the gate heads too, `copy` and the weights entirely."""
     N, H, D = x.shape
@@ -198,7 +198,7 @@ def norm_fwd(
     mean, tile = torch.empty_like(rstd) if kind.centred else None, rows_fwd(D)
     strides = *x.stride()[:2], 0 if gate is None else gate.stride(0)
     _norm_fwd[(cdiv(N * H, tile.rows),)](
-        x, gate, weight, bias, y, copy, mean, rstd, most_, N, eps, *strides, H, D, tile.rows, tile.columns,
+        x, gate, weight, bias, y, copy, mean, rstd, maxima_, N, eps, *strides, H, D, tile.rows, tile.columns,
         kind.add_one, kind.gate_first, weight.dim() == 2, num_warps=tile.warps,
     )  # fmt: skip
     return y, NormStats(rstd, mean)

@@ -43,14 +43,14 @@ def _op(plain: Callable[P, R], module: str) -> Callable[P, R]:
         first: Any = args[0]
         on_gpu = first.device.type in ("cuda", "meta") and first.dtype != torch.float64
         if first.is_meta:
-            return _told(plain.__name__, launcher() if on_gpu else plain, args, kwargs)
+            return _observe(plain.__name__, launcher() if on_gpu else plain, args, kwargs)
         return (launcher() if on_gpu else plain)(*args, **kwargs)
 
     op.launcher = launcher  # type: ignore[attr-defined]
     return op
 
 
-def _told(name: str, fn: Callable[..., R], args: tuple[Any, ...], options: dict[str, Any]) -> R:
+def _observe(name: str, fn: Callable[..., R], args: tuple[Any, ...], options: dict[str, Any]) -> R:
     """Calls fn, and tells observers."""
     for observer in observers():
         observer.begin(name, args, options)

@@ -59,12 +59,12 @@ def norm_fwd(
     bias: Tensor | None = None,
     gate: Tensor | None = None,
     copy: Tensor | None = None,
-    most_: Tensor | None = None,
+    maxima_: Tensor | None = None,
 ) -> tuple[Tensor, NormStats]:
     """(the norm of x over its features (N, H, D) contiguous, its statistics); x (N, H, D), rows may be strided.
 
     weight (D,), or (H, D) by head; bias (D,) of a LayerNorm. The result, or with kind.gate_first x, is multiplied by
-    silu(gate), gate (N, H, D). Copies x to `copy`, if given. most_: fp8/reference.py, new_maxima.
+    silu(gate), gate (N, H, D). Copies x to `copy`, if given. maxima_: fp8/reference.py, new_maxima.
     """
     if copy is not None:
         copy.copy_(x)
@@ -77,8 +77,8 @@ def norm_fwd(
     y = u * rstd[..., None] * _norm_weight(weight, kind)
     y = y if bias is None else y + upcast(bias)
     y = (y if s is None or kind.gate_first else y * s).to(x.dtype)
-    if most_ is not None:
-        raise_maximum_(most_, y)
+    if maxima_ is not None:
+        raise_maximum_(maxima_, y)
     return y, NormStats(rstd, mean)
 
 
@@ -125,10 +125,10 @@ def _norm_weight(weight: Tensor, kind: NormKind) -> Tensor:
 MAXIMA = 64  # slots of a tensor's largest magnitude
 
 
-def raise_maximum_(most_: Tensor, y: Tensor) -> None:
+def raise_maximum_(maxima_: Tensor, y: Tensor) -> None:
     """Raises one of most_ (MAXIMA,) int32, bits of fp32, to the largest finite magnitude of y."""
     largest = torch.where(y.isfinite(), y.float().abs(), 0.0).amax().view(1)
-    most_[:1] = torch.maximum(most_[:1], largest.view(torch.int32))
+    maxima_[:1] = torch.maximum(maxima_[:1], largest.view(torch.int32))
 
 
 # ---------------------------------------------------------------- positions
@@ -163,7 +163,7 @@ def rope_(x_: Tensor, cos: Tensor, sin: Tensor, positions: Tensor, inverse: bool
 class Act(NamedTuple):
     """An activation: "silu", "gelu" (by tanh), "exact gelu" or "relu2", of a gate that multiplies `up` if gated."""
 
-    of: str = "silu"
+    name: str = "silu"
     gated: bool = True
     limit: float = 0.0  # clamped as in gpt-oss, of interleaved gate and up; 0: not
 
@@ -200,7 +200,7 @@ def _parts(h: Tensor, act: Act) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(activation, its derivative, derivative by up of what multiplies it, that factor) of a gated unit."""
     if not act.limit:
         gate, up = upcast(h).chunk(2, -1)
-        return *_ACTS[act.of](gate), torch.ones_like(up), up
+        return *_ACTS[act.name](gate), torch.ones_like(up), up
     gate, up = upcast(h)[..., ::2], upcast(h)[..., 1::2]
     low = gate.clamp(max=act.limit)
     s = torch.sigmoid(ALPHA * low)
@@ -208,18 +208,18 @@ def _parts(h: Tensor, act: Act) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return low * s, slope, (up.abs() <= act.limit).to(up.dtype), up.clamp(-act.limit, act.limit) + 1
 
 
-def act_fwd(h: Tensor, act: Act, bias: Tensor | None = None, most_: Tensor | None = None) -> Tensor:
+def act_fwd(h: Tensor, act: Act, bias: Tensor | None = None, maxima_: Tensor | None = None) -> Tensor:
     """f(h + bias), h (N, F), or of gated units f(gate) * up (N, F), h (N, 2F), gate first unless clamped.
 
-    most_: fp8/reference.py, new_maxima.
+    maxima_: fp8/reference.py, new_maxima.
     """
     if act.gated:
         value, _, _, up = _parts(h, act)
         y = (value * up).to(h.dtype)
     else:
-        y = _ACTS[act.of](upcast(h) if bias is None else upcast(h) + upcast(bias))[0].to(h.dtype)
-    if most_ is not None:
-        raise_maximum_(most_, y)
+        y = _ACTS[act.name](upcast(h) if bias is None else upcast(h) + upcast(bias))[0].to(h.dtype)
+    if maxima_ is not None:
+        raise_maximum_(maxima_, y)
     return y
 
 
@@ -238,7 +238,7 @@ def act_bwd_(
         value, slope, passes, up = _parts(h_, act)
         y = value * up
     else:
-        y, slope = _ACTS[act.of](x)
+        y, slope = _ACTS[act.name](x)
     dweights = None
     if weights is not None and order is not None:
         pair = order.pair.long()
@@ -246,8 +246,8 @@ def act_bwd_(
         dweights.view(-1)[pair] = (d * value * up if act.gated else d * y).sum(-1)
         d, y = w * d, w * value * up if act.gated else w * y
     if act.gated:
-        both = d * up * slope, d * value * passes
-        dh = torch.stack(both, -1).flatten(1) if act.limit else torch.cat(both, -1)
+        halves = d * up * slope, d * value * passes
+        dh = torch.stack(halves, -1).flatten(1) if act.limit else torch.cat(halves, -1)
     else:
         dh = d * slope
     if dbias_ is not None:

@@ -161,34 +161,34 @@ TABLE: dict[str, tuple[tuple[Setting, ...], tuple[Setting, ...]]] = {
     "block_scaled": (((128, 128, 128, 8, 8, 3), (128, 128, 128, 8, 8, 2), (128, 64, 128, 8, 4, 3)),) * 2,
 }
 # fmt: on
-OTHERWISE = {  # chip -> launches whose first setting is another there
+EXCEPTIONS = {  # chip -> launches whose first setting is another there
     # 255 registers and 64 and 120 bytes of spills with the usual ones
     12: {"attention_fwd 64": (128, 64, 8, 2), "attention_fwd 192": (64, 16, 8, 2)},
 }
 
 
-def settings(here: Chip, name: str) -> tuple[Setting, ...]:
+def settings(gpu: Chip, name: str) -> tuple[Setting, ...]:
     """The settings of a launch on a chip, the usual one first."""
-    usual = TABLE[name][not here.large]
-    first = OTHERWISE.get(here.arch // 10, {}).get(name)
-    return usual if first is None else (first, *(other for other in usual if other != first))
+    row = TABLE[name][not gpu.large]
+    first = EXCEPTIONS.get(gpu.arch // 10, {}).get(name)
+    return row if first is None else (first, *(setting for setting in row if setting != first))
 
 
-def tried(here: Chip) -> dict[str, tuple[Setting, ...]]:
+def tried(gpu: Chip) -> dict[str, tuple[Setting, ...]]:
     """The settings that check --tune tries on a chip, by name of the launch; without launches that it does not use."""
-    missing = {"grouped_mm", "grouped_add"} if here.arch == 90 else set()  # of its own: launch.py, hopper.py
-    missing |= {"quantize", "quantize both", "gated_codes"} if here.arch < 89 else set()
-    missing |= {"one_pass 64", "one_pass 128"} if here.arch not in ONE_PASS else set()
-    missing |= {"block_scaled"} if here.arch // 10 != 12 else set()
-    return {name: settings(here, name) for name in TABLE if name not in missing}
+    missing = {"grouped_mm", "grouped_add"} if gpu.arch == 90 else set()  # of its own: launch.py, hopper.py
+    missing |= {"quantize", "quantize both", "gated_codes"} if gpu.arch < 89 else set()
+    missing |= {"one_pass 64", "one_pass 128"} if gpu.arch not in ONE_PASS else set()
+    missing |= {"block_scaled"} if gpu.arch // 10 != 12 else set()
+    return {name: settings(gpu, name) for name in TABLE if name not in missing}
 
 
-def misfit(here: Chip, chosen: Mapping[str, Sequence[int]]) -> str:
+def misfit(gpu: Chip, chosen: Mapping[str, Sequence[int]]) -> str:
     """Why these are no settings for a chip, or ""."""
-    known = tried(here)
+    options = tried(gpu)
     for name, setting in chosen.items():
-        if name not in known:
+        if name not in options:
             return f"{name!r} is not a launch of this GPU"
-        if tuple(setting) not in known[name]:
+        if tuple(setting) not in options[name]:
             return f"{name!r} is not launched with {list(setting)}"
     return ""

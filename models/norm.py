@@ -77,7 +77,7 @@ def norm_for(
         return norm(x, w, copy)
     maxima = None if w is None else ops.new_maxima(x)
     y, stats = norm(x, w, copy, maxima)
-    return ops.quantize(y, forward, backward, most=maxima), stats
+    return ops.quantize(y, forward, backward, maxima=maxima), stats
 
 
 def norm_backward(

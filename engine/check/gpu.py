@@ -17,7 +17,7 @@ from trireme.engine.planner.host import gpu_now
 from trireme.engine.planner.probe.cache import chips
 from trireme.engine.planner.rates import GB
 from trireme.kernels import ops
-from trireme.kernels.launcher import why_none
+from trireme.kernels.launcher import driver_error
 
 LITTLE = 0.7  # of a known rate: something is wrong
 KERNELS_S, TIMES = 40.0, 5  # of all kernels; calls that are compared, and timed
@@ -60,7 +60,7 @@ def gpu(device: torch.device, rates: Mapping[str, float]) -> Iterator[Row]:
     driver = re.search(r"\b\d{3,}\.[\d.]+", chips(device, "")["driver"])
     result = f"{name}, driver {driver[0] if driver else 'unknown'}, {gib(free, 1)} of {gib(total, 1)} free"
     yield Row("gpu", "GPU", result, busy, {"measured": bool(MEASURED.search(name))})
-    why = why_none()
+    why = driver_error()
     yield Row("gpu", "Triton's compiler", why or "works", "install gcc and python3-dev" if why else "")
     a = torch.randn(8192, 8192, device=device, dtype=torch.bfloat16)
     for _ in range(20):

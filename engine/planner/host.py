@@ -72,14 +72,14 @@ def check_kernels(cfg: ModelConfig, dtype: str, device: torch.device, assumed: M
     if device.type != "cuda":
         return
     from trireme.kernels.launch import widest_head  # late: Triton takes a second
-    from trireme.kernels.launcher import why_none
+    from trireme.kernels.launcher import driver_error
 
     size = widest_head(torch.float32 if dtype == "fp32" else torch.bfloat16)
     if cfg.widest_head > size:
         raise InputError(f"the model has heads of {cfg.widest_head}, a GPU computes heads of {size}. Add --device cpu.")
     if cfg.fp8 and (assumed.rates.fp8 == 0 if assumed else torch.cuda.get_device_capability(device) < (8, 9)):
         raise InputError("--dtype fp8: this GPU multiplies no fp8; Ada, Hopper and newer do. Leave it out.")
-    if not assumed and (why := why_none()):
+    if not assumed and (why := driver_error()):
         raise InputError(f"Triton compiles no kernel here ({why.rstrip('.')}). Install gcc and python3-dev.")
 
 

@@ -45,9 +45,9 @@ def attention_fwd(
         return out, lse
     types, strides = (q.dtype, out.dtype), (q.stride(), k.stride(), v.stride(), out.stride())
     aligned = (q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16 == 0
-    how = _forward(q.device, types, H, k.shape[1], widths, window, strides, aligned, cap)
-    tiles = docs.query_tiles[how.rows]
-    how.run(len(tiles) * H, (q, k, v, out, lse, tiles), (N, scale))
+    forward = _forward(q.device, types, H, k.shape[1], widths, window, strides, aligned, cap)
+    tiles = docs.query_tiles[forward.rows]
+    forward.run(len(tiles) * H, (q, k, v, out, lse, tiles), (N, scale))
     return out, lse
 
 
@@ -80,11 +80,11 @@ def attention_bwd(
     tensors = dout, q, k, v, out, dq_, dk_, dv_
     types, strides = tuple([t.dtype for t in tensors]), tuple([t.stride() for t in tensors])
     aligned = (dout.data_ptr() | q.data_ptr() | k.data_ptr() | v.data_ptr()) % 16 == 0
-    how = _backward(q.device, types, H, K, widths, window, strides, aligned, cap)
+    backward = _backward(q.device, types, H, K, widths, window, strides, aligned, cap)
     sums = []  # of one pass, where memory is counted
     if q.is_meta and not cap and launch.one_pass(q.device, q.dtype, widths):
         sums.append(torch.empty((N, H, d), dtype=torch.float32, device=q.device))
-    how.run(dout, q, k, v, out, lse, docs, scale, dq_, dk_, dv_)
+    backward.run(dout, q, k, v, out, lse, docs, scale, dq_, dk_, dv_)
 
 
 def _counted(q: Tensor, widths: tuple[int, int]) -> bool:
@@ -100,7 +100,7 @@ def _check(q: Tensor, k: Tensor, v: Tensor, scale: float) -> None:
     assert q.dtype == k.dtype == v.dtype
 
 
-@launch.planned
+@launch.settings_cache
 def _forward(
     device, types, H: int, K: int, widths: tuple[int, int], window: int, strides, aligned: bool, cap: float
 ) -> triton_fwd.Forward:
@@ -116,7 +116,7 @@ def _forward(
     return triton_fwd.plan(device, types[0], H, K, d, e, window, strides, cap)
 
 
-@launch.planned
+@launch.settings_cache
 def _backward(
     device, types, H: int, K: int, widths: tuple[int, int], window: int, strides, aligned: bool, cap: float
 ) -> triton_bwd.Backward | OnePass:

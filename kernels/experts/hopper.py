@@ -249,6 +249,6 @@ def add_(dw_: Tensor, a: Tensor, b: Tensor, order: Order, k_a: int, k_b: int) ->
     y_rows = TensorDescriptor.from_tensor(y, [ROWS, block_y], OPERAND.value)
     at_once = launch.chip(dw_.device).sms * (2 if block_y == PART.value else 1)
     programs = min(at_once, E * cdiv(X, BLOCK_X) * cdiv(Y, block_y))
-    taken = torch.zeros(1, dtype=torch.int32, device=dw_.device)
-    inputs = order.pair, order.starts, taken, x, y_rows, target, E, X, Y, chosen, turned
+    counter = torch.zeros(1, dtype=torch.int32, device=dw_.device)
+    inputs = order.pair, order.starts, counter, x, y_rows, target, E, X, Y, chosen, turned
     add_kernel[(programs,)](*inputs, ROWS, BLOCK_X, block_y, num_warps=WARPS)

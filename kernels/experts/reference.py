@@ -62,7 +62,7 @@ def route_fwd(logits: Tensor, rule: Rule, correction: Tensor | None = None) -> t
     if correction is not None:
         key = (x if rule.raw else score) + correction
     key = torch.where(key.isnan(), float("-inf"), key)
-    key = _of_best_groups(key, rule) if rule.groups > 1 else key
+    key = _mask_groups(key, rule) if rule.groups > 1 else key
     experts = torch.sort(key, dim=-1, descending=True, stable=True).indices[:, : rule.k].sort(-1).values
     return _scores(x, rule, _chosen(experts, x)).gather(-1, experts), experts.int()
 
@@ -90,7 +90,7 @@ def route_bwd(dweights: Tensor, logits: Tensor, experts: Tensor, rule: Rule, bal
     return dx.to(logits.dtype)
 
 
-def _of_best_groups(key: Tensor, rule: Rule) -> Tensor:
+def _mask_groups(key: Tensor, rule: Rule) -> Tensor:
     """key (N, E), -inf outside the groups that are kept."""
     grouped = key.unflatten(-1, (rule.groups, -1))
     best = grouped.topk(2).values.sum(-1) if rule.two else grouped.amax(-1)
@@ -190,21 +190,21 @@ def combine(
     residual: Tensor | None = None,
     out: Tensor | None = None,
     carry: Tensor | None = None,
-    among: Tensor | None = None,
+    starts: Tensor | None = None,
 ) -> Tensor:
     """For each token the sum over its slots, in order, of weights (N, k) fp32 (None: 1) times rows (P, D).
 
     (N, D), in `out` if given. `residual` (N, D), which may be `out`, is added last; the sum is rounded once. A sum can
-    be computed in parts: with `among` (n + 1,) int32, the first rows of n neighbouring experts, only their rows are
+    be computed in parts: with `starts` (n + 1,) int32, the first rows of n neighbouring experts, only their rows are
     added, to `carry` (N, D) fp32, which may be `out`.
     """
     picked = upcast(rows)[order.row.long()].view(-1, k, rows.shape[1])
     total = torch.zeros_like(picked[:, 0]) if carry is None else carry.to(picked.dtype, copy=True)
     for slot in range(k):
         term = picked[:, slot] if weights is None else weights[:, slot, None] * picked[:, slot]
-        if among is not None:
-            at = order.row.view(-1, k)[:, slot, None]
-            term = torch.where((at >= among[0]) & (at < among[-1]), term, 0.0)
+        if starts is not None:
+            row = order.row.view(-1, k)[:, slot, None]
+            term = torch.where((row >= starts[0]) & (row < starts[-1]), term, 0.0)
         total += term
     total = total if residual is None else total + upcast(residual)
     return total.to(rows.dtype) if out is None else out.copy_(total.to(out.dtype))

@@ -59,7 +59,7 @@ def combine(
     residual: Tensor | None = None,
     out: Tensor | None = None,
     carry: Tensor | None = None,
-    among: Tensor | None = None,
+    starts: Tensor | None = None,
 ) -> Tensor:
     """As reference.combine, all contiguous."""
     P, D = rows.shape
@@ -71,7 +71,7 @@ def combine(
     assert out.shape == (P // k, D)
     assert all(t.is_contiguous() for t in (rows, out))
     assert carry is None or (carry.shape == out.shape and carry.dtype == torch.float32 and carry.is_contiguous())
-    block, experts = min(BLOCK, power2(D)), 0 if among is None else len(among) - 1
-    inputs = rows, order.row, weights, residual, out, carry, among
+    block, experts = min(BLOCK, power2(D)), 0 if starts is None else len(starts) - 1
+    inputs = rows, order.row, weights, residual, out, carry, starts
     _combine[(P // k * cdiv(D, block),)](*inputs, experts, D, k, block, num_warps=4)
     return out

@@ -94,18 +94,18 @@ def _layout(dtype: torch.dtype, rows: int, columns: int) -> c_void_p:
 def _form(device: torch.device, M: int, N: int, K: int, dtype: torch.dtype, alignment: int) -> _Form:
     """For matrices whose addresses are multiples of `alignment`. Raises RuntimeError where cuBLASLt has no kernel."""
     a, b, out = _layout(E4M3, K, N), _layout(E4M3, K, M), _layout(dtype, N, M)
-    asked, choice, count = c_void_p(), _Choice(), c_int()
-    _call("cublasLtMatmulPreferenceCreate", byref(asked))
-    most = c_uint64(min(WORKSPACE, M * N * dtype.itemsize))
-    _call("cublasLtMatmulPreferenceSetAttribute", asked, MOST_BYTES, byref(most), 8)
+    preference, choice, count = c_void_p(), _Choice(), c_int()
+    _call("cublasLtMatmulPreferenceCreate", byref(preference))
+    limit = c_uint64(min(WORKSPACE, M * N * dtype.itemsize))
+    _call("cublasLtMatmulPreferenceSetAttribute", preference, MOST_BYTES, byref(limit), 8)
     for attribute in ALIGNMENTS:
-        _call("cublasLtMatmulPreferenceSetAttribute", asked, attribute, byref(c_uint32(alignment)), 4)
+        _call("cublasLtMatmulPreferenceSetAttribute", preference, attribute, byref(c_uint32(alignment)), 4)
     scale = torch.ones(1, device=device)
     operation, handle = _descriptor(scale, scale), torch.cuda.current_blas_handle()
     layouts = a, b, out, out
-    _call("cublasLtMatmulAlgoGetHeuristic", handle, operation, *layouts, asked, 1, byref(choice), byref(count))
+    _call("cublasLtMatmulAlgoGetHeuristic", handle, operation, *layouts, preference, 1, byref(choice), byref(count))
     _call("cublasLtMatmulDescDestroy", operation)
-    _call("cublasLtMatmulPreferenceDestroy", asked)
+    _call("cublasLtMatmulPreferenceDestroy", preference)
     if count.value == 0 or choice.status:
         raise RuntimeError(f"fp8: cuBLASLt has no kernel that adds ({M}, {K}) times ({K}, {N}) to {dtype}")
     return _Form(a, b, out, choice)
@@ -124,9 +124,9 @@ def fp8_add_(out_: Tensor, a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tenso
     p_out, p_a, p_b = (t.data_ptr() for t in (out_, a, b))
     bits = p_out | p_a | p_b | 256
     form = _form(out_.device, M, N, K, out_.dtype, bits & -bits)
-    operation, one = _descriptor(scale_b, scale_a), c_float(1)
+    operation, unit = _descriptor(scale_b, scale_a), c_float(1)
     workspace = torch.empty(form.choice.workspace, dtype=torch.uint8, device=out_.device)
     handle, stream = torch.cuda.current_blas_handle(), torch._C._cuda_getCurrentRawStream(out_.get_device())
-    _call("cublasLtMatmul", handle, operation, byref(one), p_b, form.a, p_a, form.b, byref(one), p_out, form.out,
+    _call("cublasLtMatmul", handle, operation, byref(unit), p_b, form.a, p_a, form.b, byref(unit), p_out, form.out,
           p_out, form.out, byref(form.choice), workspace.data_ptr(), len(workspace), stream)  # fmt: skip
     _call("cublasLtMatmulDescDestroy", operation)

@@ -111,22 +111,22 @@ def _glu_codes_bwd(
 
 def act_codes_bwd(dy: Tensor, h: Tensor, act: Act, columns: bool = True) -> tuple[Quantized, Quantized]:
     """As reference.act_codes_bwd, contiguous."""
-    f = FUNCTIONS[act.of]
+    f = FUNCTIONS[act.name]
     N, F = dy.shape
     assert h.shape == (N, 2 * F)
     assert all(t.is_contiguous() for t in (h, dy))
     assert F % PAD == 0
     device, chunks, tile = dy.device, cdiv(N, PAD), launch.gated_codes(dy.device)
     programs = launch.maxima(device, N * cdiv(F, BLOCK))
-    most_up, most = torch.empty((2, programs), dtype=torch.int32, device=device).unbind()
+    maxima_up, maxima = torch.empty((2, programs), dtype=torch.int32, device=device).unbind()
     scale_up, scale = torch.empty(1, device=device), torch.empty(1, device=device)
     sizes = (N, f, F, FINITE[h.dtype], BLOCK, STAGES)
-    _glu_maxima[(programs,)](dy, h, most_up, most, *sizes, num_warps=4)
+    _glu_maxima[(programs,)](dy, h, maxima_up, maxima, *sizes, num_warps=4)
     new = lambda *shape: torch.empty(shape if columns else 0, dtype=E4M3, device=device)
     rows = torch.empty((N, 2 * F), dtype=E4M3, device=device)
     up_columns, act_columns = new(2 * F, chunks * PAD), new(F, chunks * PAD)
     grid = (cdiv(chunks * PAD, tile.rows) * cdiv(F, tile.columns),)
-    tensors = (dy, h, most_up, most, scale_up, scale, rows, up_columns, act_columns)
+    tensors = (dy, h, maxima_up, maxima, scale_up, scale, rows, up_columns, act_columns)
     blocks = tile.rows, tile.columns, launch.power2(programs)
     _glu_codes_bwd[grid](*tensors, N, chunks, programs, f, F, PAD, LEAST, columns, *blocks, num_warps=tile.warps)
     if not columns:

@@ -105,16 +105,16 @@ def _quantize(
 
 
 def quantize(
-    x: Tensor, rows: bool = True, columns: bool = False, out: Quantized | None = None, most: Tensor | None = None
+    x: Tensor, rows: bool = True, columns: bool = False, out: Quantized | None = None, maxima: Tensor | None = None
 ) -> Quantized:
     """As reference.quantize; x and `out` are contiguous, D is a multiple of PAD."""
     N, D = x.shape
     assert x.is_contiguous()
     assert D % PAD == 0
-    if most is None:
+    if maxima is None:
         programs = launch.maxima(x.device, cdiv(x.numel(), BLOCK))
-        most = torch.empty(programs, dtype=torch.int32, device=x.device)
-        _maxima[(programs,)](x, most, x.numel() // PAD, PAD, programs, BLOCK, num_warps=8)
+        maxima = torch.empty(programs, dtype=torch.int32, device=x.device)
+        _maxima[(programs,)](x, maxima, x.numel() // PAD, PAD, programs, BLOCK, num_warps=8)
     out = out or _empty(x, rows, columns)
     codes = out.rows if rows else out.columns  # a missing one is replaced by the other and not written
     transposed = out.columns if columns else out.rows
@@ -123,10 +123,10 @@ def quantize(
     assert not rows or codes.shape == (N, D)
     assert not columns or transposed.shape == (D, cdiv(N, PAD) * PAD)
     assert all(t.is_contiguous() for t in (codes, transposed))
-    chunks, block = cdiv(N, PAD), launch.quantize(x.device, rows and columns)
-    grid = (cdiv(chunks * PAD if columns else N, block.rows) * cdiv(D, block.columns),)
-    sizes = (N, chunks, len(most), D, PAD, LEAST, rows, columns, block.rows, block.columns, launch.power2(len(most)))
-    _quantize[grid](x, most, out.scale, codes, transposed, *sizes, num_warps=block.warps)
+    chunks, tile = cdiv(N, PAD), launch.quantize(x.device, rows and columns)
+    grid = (cdiv(chunks * PAD if columns else N, tile.rows) * cdiv(D, tile.columns),)
+    sizes = (N, chunks, len(maxima), D, PAD, LEAST, rows, columns, tile.rows, tile.columns, launch.power2(len(maxima)))
+    _quantize[grid](x, maxima, out.scale, codes, transposed, *sizes, num_warps=tile.warps)
     return out
 
 
@@ -139,13 +139,13 @@ def quantize_experts(w: Tensor) -> tuple[Tensor, Tensor]:
     assert N % PAD == D % PAD == 0
     codes = torch.empty((E, w.shape[2], w.shape[1]), dtype=E4M3, device=w.device)
     programs = cdiv(launch.maxima(w.device, cdiv(w.numel(), BLOCK)), E)
-    most = torch.empty((E, programs), dtype=torch.int32, device=w.device)
+    maxima = torch.empty((E, programs), dtype=torch.int32, device=w.device)
     scale = torch.empty(E, dtype=torch.float32, device=w.device)
-    _maxima[(programs, E)](raw, most, N * D // PAD, PAD, programs, BLOCK, num_warps=8)
+    _maxima[(programs, E)](raw, maxima, N * D // PAD, PAD, programs, BLOCK, num_warps=8)
     block = launch.quantize(w.device, False)
     grid = (cdiv(N, block.rows) * cdiv(D, block.columns), E)
     sizes = (N, N // PAD, programs, D, PAD, LEAST, not turned, turned, block.rows, block.columns)
-    _quantize[grid](raw, most, scale, codes, codes, *sizes, launch.power2(programs), num_warps=block.warps)
+    _quantize[grid](raw, maxima, scale, codes, codes, *sizes, launch.power2(programs), num_warps=block.warps)
     return codes, scale
 
 

@@ -34,24 +34,24 @@ def new_maxima(like: Tensor) -> Tensor:
 
 
 def quantize(
-    x: Tensor, rows: bool = True, columns: bool = False, out: Quantized | None = None, most: Tensor | None = None
+    x: Tensor, rows: bool = True, columns: bool = False, out: Quantized | None = None, maxima: Tensor | None = None
 ) -> Quantized:
     """Quantizes x (N, D) to E4M3, rounded to nearest even: in rows, in columns (transposed), or both.
 
-    With `out` its scale and its tensors of these orders are filled. `most`: maxima that were left by the op that
+    With `out` its scale and its tensors of these orders are filled. `maxima`: those that were left by the op that
     computed x; without them they are computed here.
     """
     values = x.float()
-    if most is None:
-        raise_maximum_(most := new_maxima(x), x)
-    power = power_of(most.amax().view(1).view(torch.float32))
+    if maxima is None:
+        raise_maximum_(maxima := new_maxima(x), x)
+    power = power_of(maxima.amax().view(1).view(torch.float32))
     codes = codes_of(values, power)
     result = Quantized(power2(-power), codes if rows else None, _turned(codes) if columns else None)
     if out is None:
         return result
-    for there, value in zip(out, result, strict=True):
-        if there is not None and value is not None:
-            there.view(torch.uint8).copy_(value.view(torch.uint8))
+    for target, value in zip(out, result, strict=True):
+        if target is not None and value is not None:
+            target.view(torch.uint8).copy_(value.view(torch.uint8))
     return out
 
 
@@ -81,9 +81,9 @@ def turn(rows: Tensor, out: Tensor) -> Tensor:
     return out
 
 
-def power_of(most: Tensor) -> Tensor:
+def power_of(amax: Tensor) -> Tensor:
     """Exponents, int32, of the powers of two that values are multiplied by, given their largest finite magnitudes."""
-    bits = most.view(torch.int32)
+    bits = amax.view(torch.int32)
     power = 135 - (bits >> 23) - ((bits & 0x7FFFFF) > 0x600000).int()  # largest value: to (224, 448]
     return power.clamp(max=LEAST)
 

@@ -201,28 +201,28 @@ def linear_cross_entropy(
     losses = torch.zeros(N if taught is None else (2, N), dtype=torch.float32, device=x.device)
     chunk = max(1, min(chunk, M))
     logits = torch.empty((chunk, V), dtype=x.dtype, device=x.device)
-    total, how = dweight_, launch.cross_entropy(x.device, V)
+    total, setting = dweight_, launch.cross_entropy(x.device, V)
     if dweight_ is not None and dweight_.dtype != torch.float32 and chunk < M:
         total = dweight_.float()
     for i in range(0, M, chunk):
         part = rows[i : i + chunk]
-        every = M == N  # rows count up from 0: no gathering
-        xs = x[i : i + chunk] if every else x.index_select(0, part)
+        contiguous = M == N  # rows count up from 0: no gathering
+        xs = x[i : i + chunk] if contiguous else x.index_select(0, part)
         z = logits[: len(part)]
         torch.mm(xs, weight.T, out=z)
-        top, ids, teachers, rest = (None,) * 4 if taught is None else _teacher(taught, i, xs, weight, z)
-        by = (0.0, 1.0) if taught is None else (float(taught.weight), float(taught.temperature))
+        top, ids, teachers, tail = (None,) * 4 if taught is None else _teacher(taught, i, xs, weight, z)
+        teaching = (0.0, 1.0) if taught is None else (float(taught.weight), float(taught.temperature))
         K = 0 if ids is None else ids.shape[1]
-        _loss[(min(len(part), how.per_sm * launch.chip(x.device).sms),)](
-            z, xs, weight, labels, part, losses, factors, hits_, top, ids, teachers, rest, scale, *by, len(part), N,
-            K, V, D, how.block, min(how.block, launch.power2(D)), launch.power2(K), dx_ is not None, cap, smoothing,
-            num_warps=how.warps,
+        _loss[(min(len(part), setting.per_sm * launch.chip(x.device).sms),)](
+            z, xs, weight, labels, part, losses, factors, hits_, top, ids, teachers, tail, scale, *teaching, len(part),
+            N, K, V, D, setting.block, min(setting.block, launch.power2(D)), launch.power2(K), dx_ is not None, cap,
+            smoothing, num_warps=setting.warps,
         )  # fmt: skip
         if dx_ is None:
             continue
         if top is not None and ids is not None:
             z.scatter_(1, ids, top.to(z.dtype))
-        if every:
+        if contiguous:
             torch.mm(z, weight, out=dx_[i : i + chunk])
         else:
             dx_.index_copy_(0, part, torch.mm(z, weight))
@@ -235,7 +235,7 @@ def linear_cross_entropy(
 
 def _checked(taught: Taught, M: int) -> bool:
     K = taught.ids.shape[1]
-    shapes = taught.ids.shape == taught.logps.shape == (M, K) and taught.rest.shape == (M,)
+    shapes = taught.ids.shape == taught.logps.shape == (M, K) and taught.tail.shape == (M,)
     return shapes and taught.ids.dtype == torch.int32 and all(t.is_contiguous() for t in taught[:3])
 
 
@@ -252,7 +252,7 @@ def _teacher(
     width = min(launch.power2(D), max(16, TILE // block))
     _teachers_logits[(m,)](top, xs, weight, ids, K, D, block, width, num_warps=4)
     logits_.scatter_(1, ids, float("-inf"))
-    return top, ids, taught.logps[part], taught.rest[part]
+    return top, ids, taught.logps[part], taught.tail[part]
 
 
 def _add_product_(total_: Tensor, a: Tensor, b: Tensor) -> None:

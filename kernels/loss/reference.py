@@ -29,7 +29,7 @@ class Taught(NamedTuple):
 
     ids: Tensor  # (M, K) int32, different in a row
     logps: Tensor  # (M, K) fp16 or fp32
-    rest: Tensor  # (M,) fp32: logarithm of the share of all other tokens
+    tail: Tensor  # (M,) fp32: logarithm of the share of all other tokens
     weight: float  # of its loss; cross-entropy has the rest of 1
     temperature: float
 
@@ -89,10 +89,10 @@ def _plain(
     logits_: Tensor, target: Tensor, smoothing: float, hits_: Tensor | None, part: Tensor, gradient: bool
 ) -> Tensor:
     """Losses; if `gradient` logits_ becomes their derivatives."""
-    lse, of_target = torch.logsumexp(logits_, -1), logits_.gather(-1, target[:, None])[:, 0]
-    losses = lse - ((1 - smoothing) * of_target + smoothing * logits_.mean(-1) if smoothing else of_target)
+    lse, label = torch.logsumexp(logits_, -1), logits_.gather(-1, target[:, None])[:, 0]
+    losses = lse - ((1 - smoothing) * label + smoothing * logits_.mean(-1) if smoothing else label)
     if hits_ is not None:
-        hits_[part] = (of_target == logits_.amax(-1)).to(torch.uint8)
+        hits_[part] = (label == logits_.amax(-1)).to(torch.uint8)
     if gradient:
         logits_.sub_(lse[:, None]).exp_()
         logits_[torch.arange(len(part), device=logits_.device), target] -= 1 - smoothing
@@ -107,14 +107,14 @@ def _taught(logits_: Tensor, target: Tensor, taught: Taught, part: slice) -> Ten
     ids = taught.ids[part].long()
     top, label = logits_.gather(-1, ids), logits_.gather(-1, target[:, None])[:, 0]
     logits_.scatter_(-1, ids, float("-inf"))
-    rest = torch.logsumexp(logits_, -1).clamp(min=-1e30)  # none, where the teacher has all tokens
-    lse = torch.logaddexp(rest, torch.logsumexp(top, -1))
-    logps = torch.cat([top, rest[:, None]], -1) - lse[:, None]
-    theirs = torch.cat([taught.logps[part], taught.rest[part, None]], -1).to(logps.dtype)
-    p, q = (torch.log_softmax(t.clamp(min=NEVER) / T, -1) for t in (logps, theirs))
+    tail = torch.logsumexp(logits_, -1).clamp(min=-1e30)  # none, where the teacher has all tokens
+    lse = torch.logaddexp(tail, torch.logsumexp(top, -1))
+    logps = torch.cat([top, tail[:, None]], -1) - lse[:, None]
+    teacher = torch.cat([taught.logps[part], taught.tail[part, None]], -1).to(logps.dtype)
+    p, q = (torch.log_softmax(t.clamp(min=NEVER) / T, -1) for t in (logps, teacher))
     divergence = T**2 * (q.exp() * (q - p)).sum(-1)
     g = weight * T * (p.exp() - q.exp()) + (1 - weight) * logps.exp()
-    logits_.sub_(rest[:, None]).exp_().mul_(g[:, -1:])
+    logits_.sub_(tail[:, None]).exp_().mul_(g[:, -1:])
     logits_.scatter_(-1, ids, g[:, :-1])
     logits_[torch.arange(len(target), device=logits_.device), target] -= 1 - weight
     return torch.stack((lse - label, divergence))

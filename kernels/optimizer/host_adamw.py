@@ -31,7 +31,7 @@ from torch import Tensor
 from trireme.kernels.optimizer import moments, reference
 from trireme.kernels.private import cache_folder, is_private
 
-SAID = 200  # characters shown of a compiler's message
+MESSAGE_LIMIT = 200  # characters shown of a compiler's message
 RECORD = 1 << 18  # elements that a thread takes at a time
 
 # ---------------------------------------------------------------- building
@@ -137,13 +137,13 @@ def _build(compiler: str) -> ctypes.CDLL:
             with contextlib.suppress(OSError):  # absent or damaged
                 if is_private(folder / name):
                     return _load(folder / name)
-            with _compiled(compiler, folder) as made:
-                made.replace(folder / name)  # other processes see a whole object or none
+            with _compiled(compiler, folder) as target:
+                target.replace(folder / name)  # other processes see a whole object or none
             return _load(folder / name)
     except (OSError, subprocess.CalledProcessError):  # cache full, or noexec
         pass
-    with _compiled(compiler, Path(tempfile.gettempdir())) as made:
-        return _load(made)  # stays mapped
+    with _compiled(compiler, Path(tempfile.gettempdir())) as target:
+        return _load(target)  # stays mapped
 
 
 def library() -> ctypes.CDLL | None:
@@ -156,15 +156,15 @@ def why_slow() -> str:
     return _built()[1]
 
 
-def _why(compiler: str, error: Exception) -> str:
+def _reason(compiler: str, error: Exception) -> str:
     """Why there is no library, in one line, and what to do."""
-    how = "Repair it, or set CXX to another C++ compiler"
+    advice = "Repair it, or set CXX to another C++ compiler"
     if isinstance(error, subprocess.TimeoutExpired):
-        return f"{compiler} has not ended in {error.timeout:.0f} s. {how}"
+        return f"{compiler} has not ended in {error.timeout:.0f} s. {advice}"
     if isinstance(error, subprocess.CalledProcessError):
         lines = error.stderr.decode(errors="replace").split("\n")
         reason = next((line.strip() for line in lines if "error" in line), lines[0].strip())
-        return f"{compiler} fails: {reason[:SAID] or f'exit code {error.returncode}'}. {how}"
+        return f"{compiler} fails: {reason[:MESSAGE_LIMIT] or f'exit code {error.returncode}'}. {advice}"
     return f"{error}. Set TMPDIR to a folder with space whose files can be executed"
 
 
@@ -177,7 +177,7 @@ def _built() -> tuple[ctypes.CDLL | None, str]:
     try:
         lib = _build(compiler)
     except (OSError, subprocess.SubprocessError) as error:
-        return None, _why(compiler, error)
+        return None, _reason(compiler, error)
     for work in (lib.trireme_adamw, lib.trireme_list):
         work.argtypes, work.restype = [c_void_p, POINTER(c_int64)], None
     lib.trireme_team_open.argtypes, lib.trireme_team_open.restype = [c_int64], c_void_p
@@ -250,8 +250,8 @@ def adamw_(w_, lo_, *tensors, n_decay: int, seed: int = 0, first: int = 0, sprea
     for a in range(0, n, RECORD):  # in parts: torch's temporaries are small
         cut, blocks = slice(a, a + RECORD), slice(a // moments.BLOCK, (a + RECORD) // moments.BLOCK)
         lo, decays = None if lo_ is None else lo_[cut], min(max(n_decay - a, 0), RECORD)
-        some = (t[blocks if t.dtype == torch.int16 else cut] for t in stored)
-        moments.adamw_(w_[cut], lo, *some, grad[cut], clip, n_decay=decays, seed=seed, first=first + a, **hyper)
+        parts = (t[blocks if t.dtype == torch.int16 else cut] for t in stored)
+        moments.adamw_(w_[cut], lo, *parts, grad[cut], clip, n_decay=decays, seed=seed, first=first + a, **hyper)
 
 
 class Workers:

@@ -57,15 +57,15 @@ def encode8(x: Tensor, noise: Tensor, signed: bool) -> tuple[Tensor, Tensor]:
 
     The inverse of decode8. Where not `signed`, x >= 0, and only zero becomes code 0.
     """
-    n, most = len(x), M_CODES if signed else V_CODES
-    whole = reference.bits_of(x)
-    bits = whole & 0x7FFFFFFF
+    n, codes = len(x), M_CODES if signed else V_CODES
+    raw = reference.bits_of(x)
+    bits = raw & 0x7FFFFFFF
     padded = torch.nn.functional.pad(bits, (0, -n % BLOCK)).view(-(-n // BLOCK), BLOCK)
     top = padded.amax(1) if n else padded.new_zeros(0)
-    floor = ((top >> _SHIFT) + 1 - most).clamp(min=0)  # + 1: the largest may round up
+    floor = ((top >> _SHIFT) + 1 - codes).clamp(min=0)  # + 1: the largest may round up
     code = (((bits + (noise << 4)) >> _SHIFT) - _spread(floor, n)).clamp(min=0)
     if signed:
-        code |= (whole >> 31) & 0x80
+        code |= (raw >> 31) & 0x80
     else:
         code = torch.where(bits > 0, code.clamp(min=1), 0)
     return code.to(torch.uint8), floor.to(torch.int16)
@@ -87,5 +87,5 @@ def adamw_(w_: Tensor, lo_: Tensor | None, *tensors: Tensor, step: int, seed: in
     noises = _noise(m, noise_key(seed, step), first)
     for half, x, noise, signed in zip(halves, (m, v), noises, SIGNED, strict=True):
         rounded = encode8(x, noise, signed) if len(half) == 2 else (round_bf16(x, noise),)
-        for into, values in zip(half, rounded, strict=True):
-            into.copy_(values)
+        for target, values in zip(half, rounded, strict=True):
+            target.copy_(values)

@@ -45,12 +45,12 @@ def e4m3_decode(codes: Tensor, scales: Tensor, out: Tensor, block: tuple[int, in
         scales = _powers(scales)
     B, K = min(block[0], R), min(block[1], C)
     step = max(1, STRIP // B)  # rows of scales at a time
-    for matrix, scale, into in zip(codes, scales.float(), out, strict=True):
+    for matrix, scale, target in zip(codes, scales.float(), out, strict=True):
         for first, part in enumerate(scale.split(step)):
             rows = slice(first * step * B, (first + 1) * step * B)
-            wide = part.repeat_interleave(K, 1)[:, :C].repeat_interleave(B, 0)
+            factors = part.repeat_interleave(K, 1)[:, :C].repeat_interleave(B, 0)
             numbers = matrix[rows].view(torch.float8_e4m3fn).float()
-            into[rows].copy_(numbers * wide[: len(numbers)])
+            target[rows].copy_(numbers * factors[: len(numbers)])
 
 
 GROUP = 64  # numbers that share a scale in NF4
@@ -67,12 +67,12 @@ def nf4_decode(codes: Tensor, scales: Tensor, out: Tensor) -> None:
     scales (M, L / GROUP rounded up) fp32; L is even.
     """
     table = NF4.to(codes.device)
-    for pairs, scale, into in zip(codes, scales, out, strict=True):
+    for pairs, scale, target in zip(codes, scales, out, strict=True):
         for first in range(0, len(pairs), STRIP * GROUP):
             part = pairs[first : first + STRIP * GROUP].int()
             numbers = table[torch.stack((part >> 4, part & 15), 1).flatten()]
-            of_group = scale[2 * first // GROUP :].repeat_interleave(GROUP)[: len(numbers)]
-            into[2 * first : 2 * first + len(numbers)].copy_(numbers * of_group)
+            factors = scale[2 * first // GROUP :].repeat_interleave(GROUP)[: len(numbers)]
+            target[2 * first : 2 * first + len(numbers)].copy_(numbers * factors)
 
 
 def fp4_decode(codes: Tensor, scales: Tensor, scale: Tensor | None, out: Tensor, divide: bool = False) -> None:
@@ -82,17 +82,17 @@ def fp4_decode(codes: Tensor, scales: Tensor, scale: Tensor | None, out: Tensor,
     bias of 127. With `scale` (M,) fp32, one for each matrix, they are E4M3 and are multiplied by it, or divided if
     `divide`. In fp32, then rounded.
     """
-    for i, (pairs, of_groups, into) in enumerate(zip(codes, scales, out, strict=True)):
+    for i, (pairs, group_scales, target) in enumerate(zip(codes, scales, out, strict=True)):
         if scale is None:
-            wide = _powers(of_groups)
+            row_factors = _powers(group_scales)
         else:
-            wide = of_groups.view(torch.float8_e4m3fn).float()
-            wide = wide / scale[i] if divide else wide * scale[i]
+            row_factors = group_scales.view(torch.float8_e4m3fn).float()
+            row_factors = row_factors / scale[i] if divide else row_factors * scale[i]
         for a in range(0, len(pairs), STRIP):
             part = pairs[a : a + STRIP].int()
             numbers = NUMBERS.to(codes.device)[torch.stack((part & 15, part >> 4), -1).flatten(1)]
-            of_each = wide[a : a + STRIP].repeat_interleave(out.shape[2] // of_groups.shape[1], 1)
-            into[a : a + STRIP].copy_(numbers * of_each)
+            factors = row_factors[a : a + STRIP].repeat_interleave(out.shape[2] // group_scales.shape[1], 1)
+            target[a : a + STRIP].copy_(numbers * factors)
 
 
 def int4_decode(codes: Tensor, scales: Tensor, zeros: Tensor | None, out: Tensor, group: int) -> None:
@@ -105,6 +105,6 @@ def int4_decode(codes: Tensor, scales: Tensor, zeros: Tensor | None, out: Tensor
     index = torch.arange(C, device=codes.device) // group
     bits = 4 * torch.arange(8, device=codes.device, dtype=torch.int32)
     unpacked = lambda words: (words[..., None] >> bits & 15).flatten(-2)  # along the last dimension
-    for i, (words, scale, into) in enumerate(zip(codes, scales, out, strict=True)):
+    for i, (words, scale, target) in enumerate(zip(codes, scales, out, strict=True)):
         zero = 8 if zeros is None else unpacked(zeros[i].mT).mT[:R].index_select(1, index)
-        into.copy_((unpacked(words) - zero).float() * scale.float().index_select(1, index))
+        target.copy_((unpacked(words) - zero).float() * scale.float().index_select(1, index))

@@ -155,13 +155,13 @@ def _int4_round(
 
 
 def int4_round(
-    x: Tensor, adapters: Adapters | None, like: Tensor, out: Tensor, group: int, zeros: bool, least: float
+    x: Tensor, adapters: Adapters | None, like: Tensor, out: Tensor, group: int, zeros: bool, zero_scale: float
 ) -> None:
     """Rounds x (M, R, C) fp32 plus adapters to integers of 4 bits with a scale for each group of columns in the dtype
-    of `like`, and zero points if `zeros`. least: the scale of a group of zeros.
+    of `like`, and zero points if `zeros`. zero_scale: that of a group of zeros.
     """
     grid, sums, sizes = _arguments(x, adapters, out, group)
-    _int4_round[grid](x, *sums, like, out, *sizes, zeros, least, num_warps=4)
+    _int4_round[grid](x, *sums, like, out, *sizes, zeros, zero_scale, num_warps=4)
 
 
 @launcher
@@ -181,14 +181,14 @@ def _e4m3_round(
 
 
 def e4m3_round(
-    x: Tensor, by: Tensor, scales: Tensor, out: Tensor, block: tuple[int, int], multiply: bool = False
+    x: Tensor, factors: Tensor, scales: Tensor, out: Tensor, block: tuple[int, int], multiply: bool = False
 ) -> None:
-    """Rounds fp32 x (M, R, C), divided or multiplied by its block's `by` (M, S, T), to E4M3; times scales (M, S, T)."""
-    assert by.shape == scales.shape
+    """Rounds fp32 x (M, R, C), divided or multiplied by factors (M, S, T) of blocks to E4M3, times scales (M, S, T)."""
+    assert factors.shape == scales.shape
     assert out.shape == x.shape
-    assert all(t.is_contiguous() for t in (x, by, scales, out))
+    assert all(t.is_contiguous() for t in (x, factors, scales, out))
     grid, sizes = tiling(out, scales, block)
-    _e4m3_round[grid](x, by, scales, out, *sizes, multiply, num_warps=4)
+    _e4m3_round[grid](x, factors, scales, out, *sizes, multiply, num_warps=4)
 
 
 def _arguments(

@@ -61,9 +61,9 @@ def scan_fwd(
     """
     out = torch.empty(v.shape, dtype=v.dtype, device=v.device) if out is None else out
     for i, rows in enumerate(_documents(docs)):
-        made = _local(q[rows], k[rows], v[rows], g[rows], beta[rows], delta)
-        states, D, S = _walk(made)
-        o = _rows(made.P @ D + (made.G.exp() * made.q) @ states, rows)
+        local = _local(q[rows], k[rows], v[rows], g[rows], beta[rows], delta)
+        states, D, S = _walk(local)
+        o = _rows(local.P @ D + (local.G.exp() * local.q) @ states, rows)
         if skip is not None:
             o = o + upcast(skip)[:, None] * upcast(v[rows])
         out[rows] = o.to(out.dtype)
@@ -89,8 +89,8 @@ def scan_bwd(
     """Fills dq, dk (N, K, d) and dv (N, H, e), whose rows may be strided. Returns dg, dbeta (N, H) fp32, dskip (H,)."""
     dg, dbeta = torch.empty_like(g), torch.empty_like(beta)
     for rows in _documents(docs):
-        made = _local(q[rows], k[rows], v[rows], g[rows], beta[rows], delta)
-        gradients = _backward(made, _chunks(dout[rows], v.shape[1]))
+        local = _local(q[rows], k[rows], v[rows], g[rows], beta[rows], delta)
+        gradients = _backward(local, _chunks(dout[rows], v.shape[1]))
         d_q, d_k, d_v, d_g, d_beta = (_rows(t, rows) for t in gradients)
         for t, gradient in ((dq, d_q), (dk, d_k)):
             t[rows] = gradient.unflatten(1, (t.shape[1], -1)).sum(2).to(t.dtype)
@@ -121,8 +121,8 @@ def _local(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, delta: bool
     H = v.shape[1]
     q, k, v, g, beta = (_chunks(t, H) for t in (q, k, v, g[..., None], beta[..., None]))
     G = g.cumsum(2)
-    seen = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=q.device).tril()
-    gamma = (G - G.mT).masked_fill(~seen, float("-inf")).exp()
+    mask = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=q.device).tril()
+    gamma = (G - G.mT).masked_fill(~mask, float("-inf")).exp()
     P = q @ k.mT * gamma
     if not delta:
         return _Local(q, k, v, beta, G, gamma, P, None, None, beta * v, None)
@@ -132,23 +132,23 @@ def _local(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, delta: bool
     return _Local(q, k, v, beta, G, gamma, P, A, T, T @ (beta * v), T @ (beta * G.exp() * k))
 
 
-def _walk(made: _Local) -> tuple[Tensor, Tensor, Tensor]:
+def _walk(local: _Local) -> tuple[Tensor, Tensor, Tensor]:
     """(states before the chunks (H, n, d, e), D (H, n, C, e), the state behind the last chunk (H, d, e))."""
-    S = made.q.new_zeros(len(made.q), made.k.shape[-1], made.v.shape[-1])
+    S = local.q.new_zeros(len(local.q), local.k.shape[-1], local.v.shape[-1])
     states, deltas = [], []
-    last = made.G[:, :, -1:]
-    behind = (last - made.G).exp() * made.k
-    for c in range(made.q.shape[1]):
+    last = local.G[:, :, -1:]
+    behind = (last - local.G).exp() * local.k
+    for c in range(local.q.shape[1]):
         states.append(S)
-        deltas.append(made.U[:, c] if made.W is None else made.U[:, c] - made.W[:, c] @ S)
+        deltas.append(local.U[:, c] if local.W is None else local.U[:, c] - local.W[:, c] @ S)
         S = last[:, c].exp() * S + behind[:, c].mT @ deltas[-1]
     return torch.stack(states, 1), torch.stack(deltas, 1), S
 
 
-def _backward(made: _Local, dO: Tensor) -> tuple[Tensor, ...]:
+def _backward(local: _Local, dO: Tensor) -> tuple[Tensor, ...]:
     """Gradients of q, k, v, g, beta, (H, n, C, .)."""
-    q, k, v, beta, G, gamma, P, A, T, _, W = made
-    S, D, _ = _walk(made)
+    q, k, v, beta, G, gamma, P, A, T, _, W = local
+    S, D, _ = _walk(local)
     last, before = G[:, :, -1:], G.exp()
     fall = (last - G).exp()
     dS, ahead, dD = torch.zeros_like(S[:, 0]), [], []
@@ -255,13 +255,13 @@ def _conv(x: Tensor, weight: Tensor, bias: Tensor | None, docs: Docs) -> Tensor:
     return added
 
 
-def _shifted(x: Tensor, by: int) -> Tensor:
-    """Rows moved down by `by` (up if negative): row t is row t - by of x, or zero."""
-    if not by:
+def _shifted(x: Tensor, shift: int) -> Tensor:
+    """Rows moved down by `shift` (up if negative): row t is row t - shift of x, or zero."""
+    if not shift:
         return x
     shifted = torch.zeros_like(x)
-    if by > 0:
-        shifted[by:] = x[:-by]
+    if shift > 0:
+        shifted[shift:] = x[:-shift]
     else:
-        shifted[:by] = x[-by:]
+        shifted[:shift] = x[-shift:]
     return shifted

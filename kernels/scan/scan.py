@@ -90,15 +90,15 @@ def scan_bwd(
     )  # fmt: skip
     del T, P
     tiles = docs.query_tiles[set_.rows]
-    wide = [t if K == H else torch.empty((len(t), H, D), dtype=t.dtype, device=t.device) for t in (dq, dk)]
+    full = [t if K == H else torch.empty((len(t), H, D), dtype=t.dtype, device=t.device) for t in (dq, dk)]
     dg, dbeta = torch.empty_like(g), torch.empty_like(beta)
     d_skip = torch.empty((len(tiles), H), dtype=torch.float32, device=g.device) if skip is not None else None
     backward._gradients[(len(tiles) * H,)](
-        dout, q, k, v, g, beta, tiles, deltas, d_deltas, states, d_states, skip, *wide, dv, dg, dbeta, d_skip,
-        q.stride(0), k.stride(0), v.stride(0), wide[0].stride(0), wide[1].stride(0), dv.stride(0),
+        dout, q, k, v, g, beta, tiles, deltas, d_deltas, states, d_states, skip, *full, dv, dg, dbeta, d_skip,
+        q.stride(0), k.stride(0), v.stride(0), full[0].stride(0), full[1].stride(0), dv.stride(0),
         K, H, D, E, set_.rows, set_.keys, set_.values, set_.precision, num_warps=set_.warps, num_stages=1,
     )  # fmt: skip
-    for narrow, heads in zip((dq, dk), wide, strict=True):
+    for narrow, heads in zip((dq, dk), full, strict=True):
         if narrow is not heads:
             torch.sum(heads.unflatten(1, (K, -1)), 2, out=narrow)  # in fp32, rounded once
     return dg, dbeta, None if d_skip is None else d_skip.sum(0)

@@ -116,7 +116,7 @@ def _router_input(w: ExpertWeights, x: Tensor, y: Tensor) -> tuple[Tensor, Stats
 
 
 def _sum(w: ExpertWeights, act: Tensor, weights: Tensor, order: ops.Order, *buffers: Tensor | None) -> Tensor:
-    """Each token's weighted sum, (N, D) or (N, L); `buffers`: residual, out, carry and among of ops.combine."""
+    """Each token's weighted sum, (N, D) or (N, L); `buffers`: residual, out, carry and starts of ops.combine."""
     return ops.combine(grouped_linear(act, w.down, order), order, w.spec.chosen, weights, *buffers)
 
 
@@ -160,7 +160,7 @@ def _slice_order(order: ops.Order, part: Slice | None) -> ops.Order:
 def _sums(
     w: ExpertWeights, order: ops.Order, passed: Passed | None, out: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """The arguments (out, carry, among) of ops.combine."""
+    """The arguments (out, carry, starts) of ops.combine."""
     if w.part is None or passed is None:
         return out, None, None
     return out if w.ends else passed["sum"], None if w.begins else passed["sum"], order.starts

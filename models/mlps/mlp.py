@@ -153,8 +153,8 @@ def _branch_backward(p: Pass, w: MlpWeights, g: MlpWeights, dy: Tensor, up: Tens
 
 def _activation(w: MlpWeights, up: Tensor) -> Operand:
     if w.spec.gated and w.down.linear.takes_codes:
-        act = ops.act_fwd(up, _act(w.spec), most_=(maxima := ops.new_maxima(up)))
-        return ops.quantize(act, most=maxima)
+        act = ops.act_fwd(up, _act(w.spec), maxima_=(maxima := ops.new_maxima(up)))
+        return ops.quantize(act, maxima=maxima)
     return ops.act_fwd(up, _act(w.spec), w.gelu_bias)
 
 

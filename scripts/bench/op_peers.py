@@ -70,9 +70,9 @@ def _norm_bwd(dy, x, w, stats, kind, dx, dw, db=None, gate=None, dgate=None, dre
 def _gated_unit(act):
     from liger_kernel.ops import geglu, swiglu
 
-    if not act.gated or act.limit or act.of not in ("silu", "gelu"):
+    if not act.gated or act.limit or act.name not in ("silu", "gelu"):
         raise KeyError("Liger has no such activation")
-    return (swiglu, "swiglu") if act.of == "silu" else (geglu, "geglu")
+    return (swiglu, "swiglu") if act.name == "silu" else (geglu, "geglu")
 
 
 def _act_fwd(h, act, bias=None):

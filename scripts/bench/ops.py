@@ -151,7 +151,7 @@ def host() -> list[dict]:
     ours, rows = (Kernel._launch, Fixed.__call__), []
     by_triton = (
         lambda kernel, grid, *args, **options: kernel.fn[grid](*args, **options),
-        lambda fixed, n, *args: fixed.kernel.fn[(n,)](*itertools.chain(*args), *fixed.rest, **fixed.options),
+        lambda fixed, n, *args: fixed.kernel.fn[(n,)](*itertools.chain(*args), *fixed.constants, **fixed.options),
     )
     for name, run in calls.items():
         times = []

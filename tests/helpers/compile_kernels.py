@@ -213,7 +213,7 @@ def other_calls(dtype=BF16):
     for F in (14336, 20480):
         h, dy, bias = torch.zeros(N, 2 * F, dtype=dtype), torch.zeros(N, F, dtype=dtype), torch.zeros(F, dtype=dtype)
         for act in (Act(), Act("gelu"), Act("gelu", False), Act("exact gelu", False), Act("relu2", False)):
-            x_, b = (h, None) if act.gated else (dy, bias if "gelu" in act.of else None)
+            x_, b = (h, None) if act.gated else (dy, bias if "gelu" in act.name else None)
             activations.act_fwd(x_, act, b)
             activations.act_bwd_(dy, x_.clone(), act, b, b)
         column_sum.bias_bwd_(bias, dy)
@@ -360,11 +360,11 @@ def fp8_calls():
             quantize(x, *orders)
         turn(quantize(x).rows, torch.zeros(D, 256, dtype=torch.float8_e4m3fn))
     x = torch.zeros(256, 1, 4096, dtype=BF16)
-    quantize(x[:, 0], most=(most := new_maxima(x)))
-    norms.norm_fwd(x, x[0, 0], 1e-5, most_=most)
+    quantize(x[:, 0], maxima=(most := new_maxima(x)))
+    norms.norm_fwd(x, x[0, 0], 1e-5, maxima_=most)
     for name, columns in (("silu", True), ("silu", False), ("gelu", True)):
         h = torch.zeros(64, 28672, dtype=BF16)
-        activations.act_fwd(h, Act(name), most_=most)
+        activations.act_fwd(h, Act(name), maxima_=most)
         gated.act_codes_bwd(torch.zeros(64, 14336, dtype=BF16), h, Act(name), columns)
 
 

@@ -105,9 +105,9 @@ def test_reference_activations_are_autograd(form):
         gate, up_ = x[:, ::2].clamp(max=act.limit), x[:, 1::2].clamp(-act.limit, act.limit)
         y = (up_ + 1) * gate * torch.sigmoid(1.702 * gate)
     elif act.gated:
-        y = f[act.of](x[:, :6]) * x[:, 6:]
+        y = f[act.name](x[:, :6]) * x[:, 6:]
     else:
-        y = f[act.of](x if bias is None else x + bias)
+        y = f[act.name](x if bias is None else x + bias)
     check(reference.act_fwd(h, act, bias), y.detach(), 1e-14)
     y = y if weights is None else y * weights[more["order"].pair.long()]
     y.backward(dy)

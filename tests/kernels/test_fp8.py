@@ -320,16 +320,16 @@ def test_maxima_that_ops_leave_are_those_of_their_results(kind, shape, device):
     for norm_fwd, act_fwd in ((norms.norm_fwd, activations.act_fwd), (plain.norm_fwd, plain.act_fwd)):
         most = [ops.new_maxima(x) for _ in range(3)]
         results = (
-            norm_fwd(x[:, None], weight, 1e-5, most_=most[0])[0][:, 0],
-            act_fwd(h, Act(), most_=most[1]),
-            act_fwd(x, Act("relu2", gated=False), most_=most[2]),
+            norm_fwd(x[:, None], weight, 1e-5, maxima_=most[0])[0][:, 0],
+            act_fwd(h, Act(), maxima_=most[1]),
+            act_fwd(x, Act("relu2", gated=False), maxima_=most[2]),
         )
         for y, largest in zip(results, most, strict=True):
             finite = torch.where(y.isfinite(), y.float().abs(), 0.0)
             assert largest.max() == finite.max().view(torch.int32)
             ways = ((True, True), (True, False), (False, True))[: 3 if D < 100 else 1]
             for orders in ways if device == "cuda" or D < 100 or norm_fwd is norms.norm_fwd else ():
-                assert same_codes(quantize(y, *orders, most=largest), quantize(y, *orders))
+                assert same_codes(quantize(y, *orders, maxima=largest), quantize(y, *orders))
 
 
 def same_codes(a, b) -> bool:

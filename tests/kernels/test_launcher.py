@@ -19,7 +19,7 @@ from triton.experimental.gluon.language import NVMMASharedLayout  # noqa: E402
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor  # noqa: E402
 from triton.runtime.jit import JITFunction, create_function_from_signature  # noqa: E402
 
-from trireme.kernels.launcher import Fixed, Kernel, await_previous, is_tried, why_none  # noqa: E402
+from trireme.kernels.launcher import Fixed, Kernel, await_previous, driver_error, is_tried  # noqa: E402
 
 
 def _scaled(p_y, p_x, n, x_n, factor, BLOCK: tl.constexpr):
@@ -78,12 +78,12 @@ NOT_BUILT = {
 def test_what_triton_cannot_build_is_said(monkeypatch, name):
     error, says = NOT_BUILT[name]
     monkeypatch.setattr(triton.runtime, "driver", NoDriver(error))
-    assert why_none() == says
+    assert driver_error() == says
 
 
 @pytest.mark.gpu
 def test_triton_can_launch():
-    assert why_none() == ""
+    assert driver_error() == ""
 
 
 def test_every_kernel_first_awaits_the_one_before():

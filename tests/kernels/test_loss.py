@@ -125,7 +125,7 @@ def test_the_reference_is_autograd(name):
         p = torch.softmax(logits, -1)
         of_top = p.gather(1, a.taught.ids.long())
         p = torch.cat([of_top, 1 - of_top.sum(1, keepdim=True)], 1)
-        q = torch.cat([a.taught.logps.double(), a.taught.rest.double()[:, None]], 1)
+        q = torch.cat([a.taught.logps.double(), a.taught.tail.double()[:, None]], 1)
         p, q = torch.log_softmax(p.log() / form.temperature, 1), torch.log_softmax(q / form.temperature, 1)
         divergence = form.temperature**2 * kl_div(p, q, reduction="none", log_target=True).sum(1)
         losses = torch.stack([losses[0], divergence])
