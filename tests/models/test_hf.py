@@ -24,43 +24,30 @@ def test_names_of_a_released_model_stay(cfg):
     assert canonical_names(cfg, found) == sources(cfg, found) == {name: name for name in found}
 
 
-@pytest.mark.parametrize(("cfg", "prefix"), [(GPT2, "transformer."), (TIED, "model.")])
-def test_base_model_without_prefix(cfg, prefix):
-    found = {name.removeprefix(prefix): shape for name, shape in shapes_of(cfg).items()}
-    assert sources(cfg, found) == {name: name.removeprefix(prefix) for name in shapes_of(cfg)}
+def of_norms(name):
+    """The name of OLMo Hybrid's tensors without an output matrix; the first layer's norms have names of their own."""
+    ours = ("input_layernorm", "attention_layer_norm"), ("post_attention_layernorm", "feedforward_layer_norm")
+    for usual, other in ours if ".layers.0." in name else ():
+        name = name.replace(usual, other)
+    return name.removeprefix("model.")
 
 
-def test_a_base_model_with_other_names_of_its_norms():
-    """As transformers writes OLMo Hybrid without its output matrix."""
-    kinds = ["linear_attention", "full_attention"]
-    cfg = parse_config(KEYS | dict(model_type="olmo_hybrid", layer_types=kinds, tie_word_embeddings=True))
+KINDS = dict(layer_types=["linear_attention", "full_attention"])
+OLMO = parse_config(KEYS | KINDS | dict(model_type="olmo_hybrid", tie_word_embeddings=True))
+WITHIN = parse_config(KEYS | KINDS | dict(  # transformers reads its text_config next to the tensors of the whole
+    model_type="qwen3_5_text", num_key_value_heads=1, linear_num_key_heads=2, linear_num_value_heads=2,
+    linear_key_head_dim=4, linear_value_head_dim=4))  # fmt: skip
+
+
+@pytest.mark.parametrize(("cfg", "named"), [
+    (GPT2, lambda name: name.removeprefix("transformer.")), (TIED, lambda name: name.removeprefix("model.")),
+    (OLMO, of_norms), (WITHIN, lambda name: name.replace("model.", "model.language_model.", 1)),
+])  # fmt: skip
+def test_names_that_transformers_writes_of_a_part(cfg, named):
     wanted = stored_tensors(cfg)
-    linear = "model.layers.0."
-    named = lambda name: (
-        name.replace("input_layernorm", "attention_layer_norm")
-        .replace("post_attention_layernorm", "feedforward_layer_norm")
-        .removeprefix("model.")
-        if name.startswith(linear)
-        else name.removeprefix("model.")
-    )
-    assert sources(cfg, {named(name): shape for name, shape in wanted.items()}) == {n: named(n) for n in wanted}
-
-
-def test_a_text_model_with_the_names_of_the_one_around_it():
-    """As transformers reads the text_config of Qwen 3.5 alone, next to the tensors of the whole."""
-    sizes = dict(
-        num_key_value_heads=1,
-        linear_num_key_heads=2,
-        linear_num_value_heads=2,
-        linear_key_head_dim=4,
-        linear_value_head_dim=4,
-    )
-    cfg = parse_config(
-        KEYS | sizes | dict(model_type="qwen3_5_text", layer_types=["linear_attention", "full_attention"])
-    )
-    wanted = stored_tensors(cfg)
-    named = lambda name: name.replace("model.", "model.language_model.", 1)
-    assert canonical_names(cfg, {named(name): shape for name, shape in wanted.items()}) == {named(n): n for n in wanted}
+    found = {named(name): shape for name, shape in wanted.items()}
+    assert sources(cfg, found) == {name: named(name) for name in wanted}
+    assert canonical_names(cfg, found) == {named(name): name for name in wanted}
 
 
 def test_tied_in_either_direction():

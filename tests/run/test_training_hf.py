@@ -96,29 +96,33 @@ def with_trireme(cfg, state, steps, queues, dtype, noise=lambda i, batch: (None,
     return seen
 
 
-def both(family, queues, dtype):
+def made(family):
+    """(model of transformers, our config of it, its weights, the steps)."""
     model, cfg = oracle(family, FAMILIES[family])
-    state = {name: t.detach().clone().cpu() for name, t in model.state_dict().items()}
-    steps = [[Batch(cfg.vocab, (20, 28), 0), Batch(cfg.vocab, (1, 11, 30), 1)] for _ in range(STEPS)]
-    return with_trireme(cfg, state, steps, queues, dtype), with_transformers(model, steps, queues.device)
+    state = {name: t.detach().clone() for name, t in model.state_dict().items()}
+    return model, cfg, state, [[Batch(cfg.vocab, (20, 28), 0), Batch(cfg.vocab, (1, 11, 30), 1)] for _ in range(STEPS)]
+
+
+def compare(ours, theirs):
+    """Losses and norms of gradients in fp32."""
+    for (loss, norm), (expected, expected_norm) in zip(ours, theirs, strict=True):
+        assert loss == pytest.approx(expected, rel=1e-4, abs=2e-5)  # small at the end
+        assert norm == pytest.approx(expected_norm, rel=5e-3)  # 1.01e-3 without vector instructions
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "qwen2", "granite", "gpt_oss", "glm4_moe"])
 def test_losses_and_norms_in_fp32_are_those_of_torch(family):
-    ours, theirs = both(family, RealQueues(threads=False), "F32")
+    model, cfg, state, steps = made(family)
+    ours = with_trireme(cfg, state, steps, RealQueues(threads=False), "F32")
     assert ours[-1][0] < 0.8 * ours[0][0]  # the batch is the same every step: it is learnt
-    for (loss, norm), (expected, expected_norm) in zip(ours, theirs, strict=True):
-        assert loss == pytest.approx(expected, rel=1e-4, abs=2e-5)  # small at the end
-        assert norm == pytest.approx(expected_norm, rel=5e-3)  # 1.01e-3 without vector instructions
+    compare(ours, with_transformers(model, steps, "cpu"))
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("family", ["gemma3_text", "gpt2"])
 def test_neftune(family):
     """Noise on what the module of embeddings gives, as transformers adds it; the same noise in both."""
-    model, cfg = oracle(family, FAMILIES[family])
-    state = {name: t.detach().clone() for name, t in model.state_dict().items()}
-    steps = [[Batch(cfg.vocab, (20, 28), 0), Batch(cfg.vocab, (1, 11, 30), 1)] for _ in range(STEPS)]
+    model, cfg, state, steps = made(family)
     alpha, width, told = 5.0, cfg.width, []
     for i in range(STEPS):
         u = torch.zeros(90, width)
@@ -134,23 +138,16 @@ def test_neftune(family):
 
     model.get_input_embeddings().register_forward_hook(hook)
     theirs = with_transformers(model, steps, "cpu")
-    ours = with_trireme(cfg, state, steps, RealQueues(threads=False), "F32", noise)
+    compare(with_trireme(cfg, state, steps, RealQueues(threads=False), "F32", noise), theirs)
     assert not told
-    for (loss, norm), (expected, expected_norm) in zip(ours, theirs, strict=True):
-        assert loss == pytest.approx(expected, rel=1e-4, abs=2e-5)
-        assert norm == pytest.approx(expected_norm, rel=5e-3)
 
 
 @pytest.mark.full
 def test_label_smoothing():
     """As torch's cross_entropy, which transformers' LabelSmoother equals."""
-    model, cfg = oracle("llama", FAMILIES["llama"])
-    state = {name: t.detach().clone() for name, t in model.state_dict().items()}
-    steps = [[Batch(cfg.vocab, (20, 28), 0), Batch(cfg.vocab, (1, 11, 30), 1)] for _ in range(STEPS)]
+    model, cfg, state, steps = made("llama")
     ours = with_trireme(replace(cfg, smoothing=0.1), state, steps, RealQueues(threads=False), "F32")
-    for (loss, norm), (expected, expected_norm) in zip(ours, with_transformers(model, steps, "cpu", 0.1), strict=True):
-        assert loss == pytest.approx(expected, rel=1e-4)
-        assert norm == pytest.approx(expected_norm, rel=5e-3)
+    compare(ours, with_transformers(model, steps, "cpu", 0.1))
 
 
 IN_BF16 = ["gpt2", "qwen2", "phi3", "granite"]  # Gemma's doubled norms make more of every rounding, and so do experts
@@ -162,39 +159,31 @@ DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 @pytest.mark.parametrize("family", IN_BF16)
 def test_losses_in_bf16_stay_near_those_in_fp32(family, device):
     """bf16 computes with three digits and the masters are fp32: the losses stay beside those of fp32 training."""
-    ours, theirs = both(family, RealQueues(device), "BF16")
+    model, cfg, state, steps = made(family)
+    ours, theirs = with_trireme(cfg, state, steps, RealQueues(device), "BF16"), with_transformers(model, steps, device)
     for (loss, _), (expected, _) in zip(ours, theirs, strict=True):
         assert loss == pytest.approx(expected, rel=0.03, abs=0.03)
 
 
-@pytest.mark.parametrize(("total", "warmup"), [(1, 0), (10, 0), (10, 3), (7, 6)])
-def test_linear_decay_as_transformers(total, warmup):
+SCHEDULES = {
+    "linear": transformers.get_linear_schedule_with_warmup,
+    "polynomial": transformers.get_polynomial_decay_schedule_with_warmup,
+    "wsd": lambda optimizer, warmup, total: transformers.get_wsd_schedule(
+        optimizer, warmup, round(DECAYED * total), num_training_steps=total
+    ),
+    "constant": lambda optimizer, warmup, total: transformers.get_constant_schedule_with_warmup(optimizer, warmup),
+    "constant_with_warmup": lambda optimizer, warmup, _: transformers.get_constant_schedule_with_warmup(
+        optimizer, warmup
+    ),
+}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(("total", "warmup"), [(1, 0), (10, 0), (10, 3), (7, 6), (40, 3), (103, 10)])
+def test_schedules_as_transformers(schedule, total, warmup):
     """From the end of warm-up on. Its first step has rate 0 in transformers, and so does nothing; not here."""
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=LR)
-    theirs, scheduler = [], transformers.get_linear_schedule_with_warmup(optimizer, warmup, total)
-    for _ in range(total):
-        theirs.append(scheduler.get_last_lr()[0])
-        optimizer.step()
-        scheduler.step()
-    ours = [learning_rate(i, total, LR, "linear", warmup) for i in range(1, total + 1)]
-    assert ours[warmup:] == pytest.approx(theirs[warmup:])
-    assert min(ours) > 0
-    assert max(ours) == LR
-    assert ours[:warmup] == pytest.approx([LR * i / warmup for i in range(1, warmup + 1)])
-
-
-@pytest.mark.parametrize("schedule", ["polynomial", "wsd", "constant_with_warmup"])
-@pytest.mark.parametrize(("total", "warmup"), [(10, 0), (40, 3), (103, 10)])
-def test_other_schedules_as_transformers(schedule, total, warmup):
-    """From the end of warm-up on, as above."""
-    optimizer, theirs = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=LR), []
-    scheduler = {
-        "polynomial": lambda: transformers.get_polynomial_decay_schedule_with_warmup(optimizer, warmup, total),
-        "wsd": lambda: transformers.get_wsd_schedule(
-            optimizer, warmup, round(DECAYED * total), num_training_steps=total
-        ),
-        "constant_with_warmup": lambda: transformers.get_constant_schedule_with_warmup(optimizer, warmup),
-    }[schedule]()
+    theirs, scheduler = [], SCHEDULES[schedule](optimizer, warmup, total)
     for _ in range(total):
         theirs.append(scheduler.get_last_lr()[0])
         optimizer.step()
@@ -202,15 +191,12 @@ def test_other_schedules_as_transformers(schedule, total, warmup):
     ours = [learning_rate(i, total, LR, schedule, warmup) for i in range(1, total + 1)]
     assert ours[warmup:] == pytest.approx(theirs[warmup:], abs=1e-12)
     assert ours[:warmup] == pytest.approx([LR * i / warmup for i in range(1, warmup + 1)])
+    assert min(ours) > 0
+    assert max(ours) == LR == learning_rate(1, 1, LR, schedule, 1)
 
 
-def test_cosine_ends_at_a_tenth_and_constant_stays():
-    rates = {name: [learning_rate(i, 103, LR, name, 3) for i in range(1, 104)] for name in ("cosine", "constant")}
-    assert [rates["cosine"][i] / LR for i in (0, 2, 52, 102)] == pytest.approx([1 / 3, 1.0, 0.55, 0.1])
-    assert rates["cosine"][2:] == sorted(rates["cosine"][2:], reverse=True)
-    assert rates["constant"] == [LR / 3, LR / 3 * 2, *[LR] * 101]
-
-
-@pytest.mark.parametrize("schedule", ["cosine", "linear", "polynomial", "constant", "wsd"])
-def test_a_run_of_one_step_has_the_given_learning_rate(schedule):
-    assert learning_rate(1, 1, LR, schedule, 0) == learning_rate(1, 1, LR, schedule, 1) == LR
+def test_cosine_ends_at_a_tenth():
+    rates = [learning_rate(i, 103, LR, "cosine", 3) for i in range(1, 104)]
+    assert [rates[i] / LR for i in (0, 2, 52, 102)] == pytest.approx([1 / 3, 1.0, 0.55, 0.1])
+    assert rates[2:] == sorted(rates[2:], reverse=True)
+    assert [learning_rate(1, 1, LR, "cosine", warmup) for warmup in (0, 1)] == [LR, LR], "of one step"
