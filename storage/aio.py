@@ -129,18 +129,11 @@ class _Request:
 class Piece:
     """A part of a request: the bytes `view` at `offset` of the file."""
 
-    __slots__ = ("request", "offset", "view")
+    __slots__ = ("request", "file", "write", "offset", "view")
 
     def __init__(self, request: _Request, offset: int, view: memoryview):
-        self.request, self.offset, self.view = request, offset, view
-
-    @property
-    def file(self) -> File:
-        return self.request.file
-
-    @property
-    def write(self) -> bool:
-        return self.request.write
+        self.request, self.file, self.write = request, request.file, request.write
+        self.offset, self.view = offset, view
 
 
 class IO:
@@ -209,19 +202,15 @@ class IO:
 
     def _pump(self) -> None:
         """Starts waiting pieces up to the limits."""
-        while True:
-            with self._lock:
-                batch = []
-                while (rank := self._next()) is not None:
-                    request = self._waiting[rank].popleft()
-                    batch.append(request.waiting.popleft())
-                    self._flying[request.write] += 1
-                    if request.waiting:
-                        self._waiting[rank].append(request)
-                    self._count(rank)
-            if not batch:
-                return
-            self._start(batch)
+        with self._lock:
+            while (rank := self._next()) is not None:
+                request = self._waiting[rank].popleft()
+                piece = request.waiting.popleft()
+                self._flying[piece.write] += 1
+                if request.waiting:
+                    self._waiting[rank].append(request)
+                self._count(rank)
+                self._start(piece)
 
     def _next(self) -> int | None:
         """The class whose piece starts next; None if none is waiting, or the limits are reached."""
@@ -242,9 +231,8 @@ class IO:
         for lower in range(rank + 1, len(CLASSES)):
             self._passed[lower] = self._passed[lower] + 1 if self._waiting[lower] else 0
 
-    def _start(self, pieces: list[Piece]) -> None:
-        for piece in pieces:
-            self._queue.put(piece)
+    def _start(self, piece: Piece) -> None:
+        self._queue.put(piece)
 
     def _work(self) -> None:
         while piece := self._queue.get():

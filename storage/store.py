@@ -171,16 +171,10 @@ class Store(Shards):
             snapshots.remove(self.snapshots[0], self.paths)
             self._versions.drop(self._held(self.snapshots.pop(0)))
 
-    def restore(self, step: int | None = None) -> dict[str, Any]:
-        """Makes the content of the last snapshot (or of the last of `step`) current. Nothing may be in flight.
-
-        Returns its `extra`. Raises StoreError.
-        """
-        matching = [s for s in self.snapshots if step is None or s.step == step]
-        if not matching:
-            raise StoreError(errno.ENOENT, f"holds no snapshot of step {step}", str(self.paths[0]))
-        snapshot = matching[-1]
+    def restore(self) -> dict[str, Any]:
+        """Makes the content of the last snapshot current; returns its `extra`. Nothing may be in flight."""
         self.clear()
+        snapshot = self.snapshots[-1]
         for name, r in snapshot.shards.items():
             current = [self._versions[key] for key in r.keys]
             self.shards[name] = Shard(r.layout, r.weights, r.stripes, current)

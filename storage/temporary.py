@@ -25,12 +25,6 @@ class Temporary:
         self.path, fd = _make(prefix, parent)
         self._end = weakref.finalize(self, _end, self.path, fd)
 
-    def keep(self) -> None:
-        """Makes the folder permanent."""
-        if ended := self._end.detach():
-            (self.path / LOCK).unlink(missing_ok=True)
-            os.close(ended[2][1])
-
     def close(self) -> None:
         self._end()
 

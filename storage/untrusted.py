@@ -34,7 +34,6 @@ _CONTROLS = re.compile(
     "[\x00-\x1f\x7f-\x9f\ud800-\udfff"
     "\u061c\u200e\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\ufffb\U000e0000-\U000e007f]"
 )
-SUM = re.compile(r"[0-9a-f]{16}")
 SEAL = re.compile(rb'\{"format": (\d{1,9}), "xxh3_64": "([0-9a-f]{16})", (?=")')
 KINDS = {dict: "an object", list: "a list", str: "a string", bool: "true or false", type(None): "null"}
 NUMBERS = {int: "a whole number", float: "a number"}
@@ -167,13 +166,6 @@ def quoted(path: str | Path) -> str:
         return shlex.quote(text)
     plain = (chr(b) if 32 < b < 127 and b not in b"'\\" else f"\\x{b:02x}" for b in os.fsencode(text))
     return f"$'{''.join(plain)}'"
-
-
-def displayed(text: str) -> str:
-    """Foreign text for a terminal: only control characters are escaped, which could move the cursor, colour or send
-    answers.
-    """
-    return re.sub("[\x00-\x08\x0b-\x1f\x7f-\x9f]", lambda match: repr(match[0])[1:-1], text)
 
 
 def is_plain(name: str) -> bool:

@@ -114,7 +114,7 @@ class Versions:
                     path.unlink()
 
     def close(self) -> None:
-        """Closes the back ends, after transfers in flight, and all files."""
+        """Closes the drives, after transfers in flight, and all files."""
         for device in self.devices:
             device.io.close()
         for version in self._all.values():

@@ -53,7 +53,7 @@ def way(layout: Layout, source: Source, stored: Mapping[str, str]) -> tuple[list
 
 
 class CheckpointBase:
-    """Reads frozen weights from a checkpoint, as placement.BaseFiles, each file by the back end of its drive."""
+    """Reads frozen weights from a checkpoint, as placement.BaseFiles, each file by the requests of its drive."""
 
     def __init__(
         self, layouts: Mapping[int, Layout], source: Source, stored: Mapping[str, str], devices: Sequence[Device]

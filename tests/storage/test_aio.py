@@ -212,9 +212,9 @@ class SlowDrive(IO):
         super().__init__(**limits)
         self.begun, self.flying = [], []
 
-    def _start(self, pieces):
-        self.flying += pieces
-        self.begun += [piece.request.rank for piece in pieces]
+    def _start(self, piece):
+        self.flying.append(piece)
+        self.begun.append(piece.request.rank)
 
     def end_one(self):
         piece = self.flying.pop(0)

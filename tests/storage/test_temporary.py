@@ -12,7 +12,7 @@ from trireme.storage import temporary
 from trireme.storage.temporary import Temporary
 
 
-def left_by_a_killed_process(parent: Path, keep: bool = False) -> Path:
+def left_by_a_killed_process(parent: Path) -> Path:
     """The folder of a process that was killed when it had written something there."""
     pid = fork()
     if not pid:
@@ -21,8 +21,6 @@ def left_by_a_killed_process(parent: Path, keep: bool = False) -> Path:
             (made.path / "deep").mkdir()
             (made.path / "deep" / "file").write_text("x" * 1000)
             (made.path / "link").symlink_to(parent.parent)
-            if keep:
-                made.keep()
             os.kill(os.getpid(), signal.SIGKILL)
         finally:
             os._exit(1)
@@ -57,16 +55,6 @@ def test_the_next_one_removes_what_a_killed_process_has_left(tmp_path):
     with Temporary("t-", parent) as path:
         assert list(parent.iterdir()) == [path]
         assert mine.exists()
-
-
-def test_what_is_kept_is_removed_by_nobody(tmp_path):
-    kept = left_by_a_killed_process(tmp_path, keep=True)
-    made = Temporary("t-", tmp_path)
-    made.keep()
-    made.keep()
-    made.close()
-    assert {kept, made.path} == set(tmp_path.iterdir())
-    assert not (made.path / temporary.LOCK).exists()
 
 
 @pytest.mark.parametrize("what", ["no lock", "a file", "a link to a folder", "a link for a lock", "another user's"])
