@@ -61,7 +61,8 @@ def snapshot_of(folder: Folder, options: Options) -> Snapshot | None:
         raise InputError(f"--resume {folder.out}: its store is not in {lost}. Is its drive mounted? {way}.")
     with suppress(NoSnapshot):
         if lost is None:
-            folder.store = Store.open(folder.stores, options.keep, say=screen.warn, run=folder.state.id)
+            speeds, run = drive_speeds(folder.stores), folder.state.id
+            folder.store = Store.open(folder.stores, options.keep, speeds, screen.warn, run)
     sequences = {made.step: made.sequence for made in folder.store.snapshots} if folder.store else {}
     of_hosts = [json.loads(text) for text in here().texts(json.dumps([folder.state.started, [*sequences]]))]
     last = max(set(sequences).intersection(*(steps for _, steps in of_hosts)), default=None)

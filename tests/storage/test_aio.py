@@ -29,6 +29,8 @@ from trireme.storage.aio import (
 )
 from trireme.storage.devices import is_direct, open_device
 from trireme.storage.files import StoreError
+from trireme.storage.layout import sequential
+from trireme.storage.store import Store
 
 K = 1024
 LIMITS = {"block": 16 * K, "depth": 3, "mixed": 2}
@@ -297,6 +299,8 @@ def run_limited(program: str) -> None:
 def test_descriptors_are_raised_to_the_hard_limit_then_named():
     run_limited("""
 from trireme.storage.files import StoreError
+from trireme.storage.layout import sequential
+from trireme.storage.store import Store
 resource.setrlimit(resource.RLIMIT_NOFILE, (20, 40))
 folder, files = Path(tempfile.mkdtemp()), []
 try:
@@ -334,6 +338,16 @@ def test_no_o_direct_falls_back_to_buffered_files():
         for path in folder.iterdir():
             path.unlink()
         folder.rmdir()
+
+
+def test_speeds_are_those_of_the_folders_in_any_order(tmp_path):
+    folders, layout = [tmp_path / "a", tmp_path / "b"], sequential([("m", "F32", (1024,))])
+    with Store.create(folders, speeds=[1.0, 3.0]) as store:
+        store.add("u", layout)
+        store.write("u", arena(layout.span)).result()
+        store.commit(1, {})
+    with Store.open(folders[::-1], speeds=[3.0, 1.0]) as store:
+        assert [(device.path, device.speed) for device in store.devices] == [(folders[0], 1.0), (folders[1], 3.0)]
 
 
 def test_open_device_leaves_nothing(tmp_path):
