@@ -25,7 +25,6 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window, make_
 from tokenizers import Tokenizer
 
 from trireme.engine.amounts import size
-from trireme.engine.build import in_ram
 from trireme.engine.data.forms import Chat
 from trireme.engine.layers import head_losses
 from trireme.engine.run import screen
@@ -33,7 +32,6 @@ from trireme.engine.run.after.opened import computing, open_finished
 from trireme.engine.run.after.sample import AT_ONCE, Sampling, picked
 from trireme.engine.run.evaluate import Evaluator, continued
 from trireme.engine.run.options import Sample
-from trireme.engine.step import forward
 from trireme.models import head
 from trireme.models.config import InputError
 from trireme.models.losses.micro_batch import IGNORED, MicroBatch
@@ -107,9 +105,7 @@ class Streamed(TemplateLM):
             with screen.working("scoring", sum(len(mb.ids) for mb in batches), "tokens") as scored:
                 for a in range(0, len(batches), e.n_micro):
                     group, of = batches[a : a + e.n_micro], dict[int, list[tuple[float, bool]]]()
-                    take = partial(_take, self.f.cfg, group, of)
-                    for task in forward(e.e, [e.inputs(in_ram(self.f.cfg, mb)) for mb in group], take):
-                        task.wait()
+                    e.read_head(group, partial(_take, self.f.cfg, group, of))
                     answers += [answer for b in range(len(group)) for answer in of[b]]
                     scored(sum(len(mb.ids) for mb in group))
         return answers

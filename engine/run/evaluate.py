@@ -19,12 +19,14 @@ from trireme.engine.build import Engine, Inputs, InRam, dealt, in_ram, placed, s
 from trireme.engine.data.codec import Codec
 from trireme.engine.data.dataset import Dataset
 from trireme.engine.hosts.group import here
+from trireme.engine.layers import Take
 from trireme.engine.memory import DTYPE
 from trireme.engine.planner.rule import largest
 from trireme.engine.queues.names import numbered
 from trireme.engine.run import screen
-from trireme.engine.step import evaluate, metrics_of, stream_layers
+from trireme.engine.step import evaluate, forward, metrics_of, stream_layers
 from trireme.models.generate import generate, needs
+from trireme.models.losses.micro_batch import MicroBatch
 from trireme.models.losses.preferences import Documents, Preference, compare, joined
 from trireme.models.rows import Load, rope_tables
 
@@ -46,14 +48,18 @@ class Evaluator:
         self.places = [(rope_tables(self.e.cfg, self.seq_len, device), device) for device in self.e.queues.devices]
         self.n_micro = self.n_micro or self.e.plan.n_micro
 
-    def inputs(self, mb: InRam, loads: Sequence[Load | None] = (), correct: torch.Tensor | None = None) -> Inputs:
-        return placed(mb, self.places, loads, correct)
-
-    def dealt(
+    def inputs(
         self, step: Sequence[InRam], loads: Sequence[Load | None] = (), correct: torch.Tensor | None = None
     ) -> list[Inputs]:
-        """This host's micro-batches of those of all hosts."""
-        return [self.inputs(mb, loads, correct) for mb in dealt(step, here().host, here().hosts)]
+        """This host's micro-batches of those of all hosts, on its GPUs."""
+        return [placed(mb, self.places, loads, correct) for mb in dealt(step, here().host, here().hosts)]
+
+    def read_head(self, batches: Sequence[MicroBatch], take: Take) -> None:
+        """Computes micro-batches on one host. The head's input of each goes to `take`, with its index."""
+        for first in range(0, len(batches), self.n_micro):
+            group = [in_ram(self.e.cfg, mb) for mb in batches[first : first + self.n_micro]]
+            for task in forward(self.e, self.inputs(group), lambda b, *tensors, a=first: take(a + b, *tensors)):
+                task.wait()
 
     def counter(self, preference: Preference | None) -> torch.Tensor | None:
         """Where the head counts labels that were the most likely token; None for losses without that count."""
@@ -78,7 +84,7 @@ class Evaluator:
         with screen.working(what, tokens, "tokens") as progressed:
             while not here().any(stopped()) and (group := list(islice(batches, self.n_micro))):
                 step = [in_ram(self.e.cfg, mb) for mb in group]
-                yield step, evaluate(self.e, self.dealt(step, correct=correct), parts)
+                yield step, evaluate(self.e, self.inputs(step, correct=correct), parts)
                 progressed(sum(mb.tokens for mb in step))
 
     def loss(

@@ -88,7 +88,7 @@ class Folder:
             way = "Resume it with as many, or begin another from its OUT/step-N"
             raise InputError(f"--resume {self.out}: the run is of {count(self.state.hosts, 'host')}. {way}.")
         if here().first(self.state.ended and not self.state.keep_state):
-            self.end(self.stores)
+            self.end()
             raise InputError(f"--resume {self.out}: that run is finished. {further(self.out)}.")
 
     def write_config(self, options: Options) -> None:
@@ -159,22 +159,22 @@ class Folder:
         """Removes all but the output, which is complete. If killed, `reopen` repeats it."""
         self.note(replace(self.state, started=True, ended=True, keep_state=keep_state))
         if not keep_state:
-            self.end(self.stores)
+            self.end()
 
-    def end(self, stores: list[Path]) -> None:
+    def end(self) -> None:
         """As `remove`, by host 0 after the others, whose folders are in its own."""
         if not here().host:
             here().meet()
-        self.remove(stores)
+        self.remove()
         if here().host:
             here().meet()
 
-    def remove(self, stores: list[Path]) -> None:
-        """Removes `stores` if they are of this run, and OUT/.run."""
+    def remove(self) -> None:
+        """Removes the stores if they are of this run, and OUT/.run."""
         self.close()
         with screen.working("removing the store", 0) as progressed:
-            folders.remove_finished(stores, self.state.id)  # whose removal had begun
-            folders.discard([path for path in stores if folders.run_of(path) == self.state.id], progressed)
+            folders.remove_finished(self.stores, self.state.id)  # whose removal had begun
+            folders.discard([path for path in self.stores if folders.run_of(path) == self.state.id], progressed)
         self.drop_best()
         self.discard(self.run, KNOWN)
 
@@ -251,7 +251,7 @@ def opened(options: Options) -> Iterator[Folder]:
                     for name in LOGS if not host else ():
                         (out / name).unlink(missing_ok=True)
                         partial_of(out / name).unlink(missing_ok=True)
-                    folder.remove(folder.stores)
+                    folder.remove()
                     remove_folders(made)
             raise
 

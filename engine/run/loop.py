@@ -197,7 +197,7 @@ class Run:
             tokens = sum(mb.tokens for mb in batch)
             loads = [make_load(job.cfg, tokens, job.options.router_aux, device) for device in queues.devices]
             weight, correct = sum(mb.weight for mb in batch), training.evaluator.counter(job.preference)
-            micro = training.evaluator.dealt(batch, loads, correct)
+            micro = training.evaluator.inputs(batch, loads, correct)
             stats = train_step(training.engine, micro, number, rate, weight, job.preference, documents(batch))
         if not np.isfinite([stats.loss, stats.grad_norm]).all():
             training.engine.gradients.discard()  # updates made during backward stay; only a snapshot undoes them

@@ -34,8 +34,8 @@ from trireme.engine.run.folder import REFERENCE, RUN, Folder, Save, read_record,
 from trireme.engine.run.job import Job
 from trireme.engine.run.options import Options
 from trireme.engine.run.record import Progress, Reference, Snapshot
-from trireme.engine.tuning.adapters import WEIGHTS, save_adapter
-from trireme.engine.tuning.base import CheckpointBase, check_unchanged, stamps
+from trireme.engine.tuning.adapters import WEIGHTS, trained_values, write_adapter
+from trireme.engine.tuning.base import CheckpointBase, check_unchanged, read_from_ssd, stamps
 from trireme.engine.tuning.cached import Cached
 from trireme.engine.tuning.merging import merge_adapter
 from trireme.engine.tuning.peft_config import CONFIG
@@ -169,8 +169,7 @@ class Training:
         job = self.job
         if job.files.copied or not job.forecast.frozen_on_ssd:
             return None
-        geo, units = job.forecast.geo, job.plan.units
-        layouts = {v: layout for v, layout in enumerate(geo.stored_base) if units[geo.unit_of(v)].base == "ssd"}
+        layouts = read_from_ssd(job.forecast.geo, job.plan)
         try:
             return CheckpointBase(layouts, job.source, job.opened.stored, self.store.devices)
         except StoreError as error:
@@ -305,7 +304,7 @@ class Training:
         if job.cfg.lora is not None:
             base, revision = hub.base_of(job.options.model)
             separate = job.options.expert_adapters == "separate"
-            save_adapter(folder, job.cfg, reader, base, revision, separate)
+            write_adapter(folder, job.cfg, trained_values(reader), base, revision, separate)
             names = [CONFIG, WEIGHTS]
             if isinstance(template := job.source.auxiliary.get(TEMPLATE), bytes):  # which the base has not
                 replace_synced(folder / TEMPLATE, template)

@@ -155,12 +155,10 @@ def separate_names(cfg: ModelConfig) -> dict[str, list[tuple[str, ...]]]:
 Values = Callable[[str], Iterable[np.ndarray]]  # the fp32 values of an adapter's tensor in memory, in pieces
 
 
-def save_adapter(
-    folder: Path, cfg: ModelConfig, reader: Reader, base: str, revision: str = "", separate: bool = False
-) -> None:
-    """Writes the adapters of a run, as `write_adapter`."""
+def trained_values(reader: Reader) -> Values:
+    """The values of a run's adapters, for `write_adapter`."""
     unit = {t.name: u for u, layout in enumerate(reader.placement.geo.weights) for t in layout.tensors}
-    write_adapter(folder, cfg, lambda name: fetch(reader, unit[name], name, exact=True), base, revision, separate)
+    return lambda name: fetch(reader, unit[name], name, exact=True)
 
 
 def write_adapter(

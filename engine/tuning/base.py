@@ -9,8 +9,9 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import NamedTuple
 
-from trireme.engine.geometry import geometry
+from trireme.engine.geometry import Geometry, geometry
 from trireme.engine.placement import Piece
+from trireme.engine.plan import Plan
 from trireme.models.config import ModelConfig
 from trireme.models.sizes.narrow import FP8, in_file
 from trireme.storage.aio import IO, File, together
@@ -50,6 +51,11 @@ def way(layout: Layout, source: Source, stored: Mapping[str, str]) -> tuple[list
             extents.append(Extent(file, begin, end - begin, last.first + last.nbytes))
         pieces.append(Piece(extents[-1].first + offset - extents[-1].offset, t.offset, t.nbytes))
     return extents, pieces
+
+
+def read_from_ssd(geo: Geometry, plan: Plan) -> dict[int, Layout]:
+    """The layouts of frozen weights that the plan has on the SSD, by unit, with a checkpoint's names of tensors."""
+    return {v: layout for v, layout in enumerate(geo.stored_base) if plan.units[geo.unit_of(v)].base == "ssd"}
 
 
 class CheckpointBase:

@@ -10,7 +10,7 @@ from kernel_checks import DEVICES
 from packed_files import FORMATS
 
 from trireme.engine.between import Reader
-from trireme.engine.tuning.adapters import save_adapter
+from trireme.engine.tuning.adapters import trained_values, write_adapter
 from trireme.engine.tuning.chosen import adapted, aware
 from trireme.engine.tuning.merging import merge_adapter
 from trireme.engine.tuning.parts import open_checkpoint
@@ -59,7 +59,7 @@ def test_the_merged_model_has_the_loss_of_training(made, form, tmp_path):
     (folder, *_), targets = made(form), FORMATS[form].targets if form != "gpt-oss" else ("experts",)
     e, cfg = engine(folder, targets)
     trained(e)
-    save_adapter(tmp_path / "adapter", cfg, Reader(e.placement), str(folder))
+    write_adapter(tmp_path / "adapter", cfg, trained_values(Reader(e.placement)), str(folder))
     probe = batches(cfg, 1, 2, 24)
     ((loss, *_),) = train(e, probe)
     plain, source = read_config(folder), open_checkpoint(folder, cfg.packing)

@@ -19,7 +19,7 @@ from trireme.engine.build import build
 from trireme.engine.exchange import Exchange
 from trireme.engine.plan import UnitPlan
 from trireme.engine.queues.real import RealQueues
-from trireme.engine.tuning.adapters import WEIGHTS, adapter_shapes, peft_names, save_adapter
+from trireme.engine.tuning.adapters import WEIGHTS, adapter_shapes, peft_names, trained_values, write_adapter
 from trireme.engine.tuning.chosen import adapted, targets
 from trireme.engine.tuning.merging import merge_adapter
 from trireme.engine.tuning.parts import as_stored
@@ -134,7 +134,7 @@ def trained_logits(folder, cfg, steps):
     Exchange(cfg, source, e.placement, adapter.values).load()
     batch = batches(cfg, 1, 1, 24)[0]
     train(e, [batch] * steps, lr=0.01, balance=0.0)
-    save_adapter(folder / "further", cfg, Reader(e.placement), str(folder / "base"))
+    write_adapter(folder / "further", cfg, trained_values(Reader(e.placement)), str(folder / "base"))
     set_keys(folder / "adapter", lora_dropout=0.0)
     theirs = peft.PeftModel.from_pretrained(loaded(folder / "base"), folder / "adapter", is_trainable=True)
     optimizer = torch.optim.AdamW(theirs.parameters(), 0.01, (adamw.beta1, adamw.beta2), adamw.eps, weight_decay=0.0)
@@ -195,7 +195,7 @@ def test_our_own_is_opened_by_peft_and_comes_back_as_it_went(case, tmp_path):
     fresh = final_weights(e)
     assert all(bool(t.any()) == ("lora_A" in name) for name, t in fresh.items())
     train(e, batches(cfg, 3, 2, 24), lr=0.05)
-    save_adapter(tmp_path / "adapter", cfg, Reader(e.placement), str(tmp_path / "base"))
+    write_adapter(tmp_path / "adapter", cfg, trained_values(Reader(e.placement)), str(tmp_path / "base"))
     again = read_adapter(tmp_path / "adapter", plain)
     assert (again.lora.rank, again.lora.scale) == (2, 3.0)
     before, after = final_weights(e), final_weights(engine(adapted(plain, again.lora), source, again.values, "gpu"))
@@ -236,7 +236,7 @@ def test_peft_opens_all_linear_layers_of_a_mixture(case, tmp_path):
         cfg = adapted(as_read, Lora(2, 8.0, (*targets(as_read, ("all-linear",)), *experts)))
         values = {name: initial(f"{name}.lora_A.weight", shape) for name, shape in adapter_shapes(cfg).items()}
         e = engine(cfg, source, lambda name, a, b, values=values: [values[name].flatten()[a:b].numpy()], "gpu")
-        save_adapter(adapter, cfg, Reader(e.placement), str(tmp_path / "base"))
+        write_adapter(adapter, cfg, trained_values(Reader(e.placement)), str(tmp_path / "base"))
         merge_adapter(adapter, cfg, source, merged)
         ours, theirs = logits(loaded(merged)), peft.PeftModel.from_pretrained(deepcopy(reference), adapter)
         assert torch.allclose(logits(theirs), ours, atol=off)
@@ -245,9 +245,9 @@ def test_peft_opens_all_linear_layers_of_a_mixture(case, tmp_path):
     other, back = tmp_path / "separate", tmp_path / "back"
     if not as_read.names.mlp.single:
         with pytest.raises(InputError, match="--expert-adapters"):
-            save_adapter(other, cfg, Reader(e.placement), str(tmp_path / "base"), separate=True)
+            write_adapter(other, cfg, trained_values(Reader(e.placement)), str(tmp_path / "base"), separate=True)
         return
-    save_adapter(other, cfg, Reader(e.placement), str(tmp_path / "base"), separate=True)
+    write_adapter(other, cfg, trained_values(Reader(e.placement)), str(tmp_path / "base"), separate=True)
     convert_adapter(other, as_read, back, separate=False)
     assert (back / WEIGHTS).read_bytes() == (adapter / WEIGHTS).read_bytes()
     convert_adapter(back, as_read, tmp_path / "again", separate=True)

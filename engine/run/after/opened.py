@@ -36,7 +36,7 @@ from trireme.engine.run.opening import read_rows
 from trireme.engine.run.options import Machine, Method, Options, Reading, Sample, flag, table
 from trireme.engine.run.planning import DTYPES, computer
 from trireme.engine.tuning.adapters import Adapter
-from trireme.engine.tuning.base import CheckpointBase, why_copied
+from trireme.engine.tuning.base import CheckpointBase, read_from_ssd, why_copied
 from trireme.engine.tuning.chosen import adapted, aware
 from trireme.engine.tuning.headed import names_in, pad_in
 from trireme.engine.tuning.parts import as_stored, open_checkpoint
@@ -197,9 +197,7 @@ def _streamed(f: Finished, plan: Plan, dtype: str, stack: ExitStack) -> tuple[Ch
     """(what reads weights from the model's own files, drives for a copy of them): one of both if weights are on the
     SSD. Raises StoreError.
     """
-    geo = Geometry.of(f.cfg, plan)
-    layouts = {v: layout for v, layout in enumerate(geo.stored_base) if plan.units[geo.unit_of(v)].base == "ssd"}
-    if not layouts:
+    if not (layouts := read_from_ssd(Geometry.of(f.cfg, plan), plan)):
         return None, []
     stored = hf.sources(f.cfg, f.source.shapes, f.source.named)
     if why := why_copied(f.cfg, dtype, f.source, stored, [f.source.folder]):

@@ -41,7 +41,6 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from trireme.engine.amounts import count
-from trireme.engine.build import in_ram
 from trireme.engine.data.codec import Codec
 from trireme.engine.data.dataset import Dataset
 from trireme.engine.data.taught import FORMAT, NAMES, part_sum, places_of
@@ -51,7 +50,6 @@ from trireme.engine.run.after import opened
 from trireme.engine.run.after.opened import Finished
 from trireme.engine.run.evaluate import Evaluator
 from trireme.engine.run.options import Options, Score
-from trireme.engine.step import forward
 from trireme.engine.tuning.base import stamps
 from trireme.models import head
 from trireme.models.config import InputError
@@ -121,8 +119,7 @@ def _records(f: Finished, e: Evaluator, data: Dataset) -> list[dict[str, Any]]:
 
     with screen.working("scoring", data.tokens, "tokens") as scored:
         for mb in data.batches(e.rows):
-            for task in forward(e.e, [e.inputs(in_ram(f.cfg, mb))], take):
-                task.wait()
+            e.read_head([mb], take)
             scored(len(mb.ids))
     rows = places_of(data.files, data.pieces)[:, 0].tolist()
     for row, values in sorted(zip(rows, torch.cat(scores).double(), strict=True), key=lambda pair: pair[0]):
@@ -211,15 +208,13 @@ class Pass:
 
     def _write(self, path: Path, group: Sequence[MicroBatch], first: int, at: int) -> Tables:
         """Computes a part and writes it. `at`: the number of its first piece."""
-        e, parts = self.e, dict[int, Tables]()
+        parts = dict[int, Tables]()
         starts = np.cumsum([at, *(len(mb.lengths) for mb in group)]).tolist()
-        for a in range(0, len(group), e.n_micro):
 
-            def take(b: int, packed: Any, top: Any, x: torch.Tensor, a: int = a) -> None:
-                parts[a + b] = self._tables(group[a + b], starts[a + b], packed, top, x)
+        def take(b: int, packed: Any, top: Any, x: torch.Tensor) -> None:
+            parts[b] = self._tables(group[b], starts[b], packed, top, x)
 
-            for task in forward(e.e, [e.inputs(in_ram(e.e.cfg, mb)) for mb in group[a : a + e.n_micro]], take):
-                task.wait()
+        self.e.read_head(group, take)
         tables = {name: np.concatenate([parts[i][name] for i in range(len(group))]) for name in parts[0]}
         metadata = {"format": FORMAT, "key": self.key, "first": str(first), "batches": str(len(group))}
         replace_synced(path, save(tables, metadata | {"sum": part_sum(metadata, tables)}))
