@@ -145,14 +145,12 @@ def make(o: Options, snapshot: Snapshot | None = None, by_rule: bool = False) ->
     today = fixed.date if fixed else group.texts(date.today().isoformat())[0]
     with clock.at("headers"):
         opened = opening.open_model(o, today)
-        o = replace(o, labels=opened.labels, seq_len=sequence_length(o, opened.cfg))
+        o = replace(o, labels=opened.labels, seq_len=opening.sequence_length(o, opened.cfg))
         if fixed and identity(opened.cfg, opened.source) != (fixed.config, fixed.tensors):
             raise InputError(f"--resume {o.out}: {o.model} is not what the run began with. Name its checkpoint.")
     with clock.at("probe"):
         device, limits, assumed = computer(o, opened.cfg)
-        launches = {} if assumed else tuned.stored(device)
-        if fixed and fixed.launches != tuned.digest(launches):
-            screen.warn("kernels have other settings than before (check --tune), with which they may round differently")
+        launches = {} if assumed else launches_on(device, fixed)
     room = DataOptions(o.seq_len or 0, kind=opening.kind_of(o)).room
     planner = Planner(o, opened.cfg, room, device.type == "cuda", limits, fixed)
     with clock.at("plan"):
@@ -160,21 +158,16 @@ def make(o: Options, snapshot: Snapshot | None = None, by_rule: bool = False) ->
             simple_plan(opened.cfg, planner.limits_for(1), planner.wanted(1))
     with clock.at("tokens"):
         data = read_data(o, opened)
-    opened = opening.in_wording(o, opened, data)
-    if data:
-        if snapshot and fingerprint(data) != snapshot.fixed.data:
+        if data and fixed and fingerprint(data) != fixed.data:
             what = "--data, --val, --general or how they are tokenized"
             raise InputError(f"--resume {o.out}: {what} is not what the run began with. Restore it.")
-        ram = limits.ram - tables_of(o, data, room, opened.cfg)
-        planner = replace(planner, limits=replace(limits, ram=max(0, ram)))
+    opened = opening.in_wording(o, opened, data)
+    planner = replace(planner, limits=replace(limits, ram=max(0, limits.ram - tables_of(o, data, room, opened.cfg))))
     o, work = with_work(o, data, room)
     stores = folder.stores(o)
     files, limits = files_of(o, opened, work), planner.limits_for(work.sequences)
     with clock.at("probe"):
-        if not assumed:
-            screen.show("probe    measuring this machine")
-        machine = assumed or this_machine(device, planner.dtype, limits, stores, opened.cfg.fp8, opened.cfg.scan)
-        screen.clear()
+        machine = assumed or measured(device, planner.dtype, limits, stores, opened.cfg)
         if group.hosts > 1:
             machine = replace(machine, rates=replace(machine.rates, net=group.speed()))  # type: ignore[attr-defined]
     with clock.at("plan"):
@@ -186,10 +179,30 @@ def make(o: Options, snapshot: Snapshot | None = None, by_rule: bool = False) ->
     o = in_force(o, opened.cfg, plan)
     job = Job(o, opened, data, device, plan, limits, machine, work, files, today, launches)
     if data and group.hosts > 1:
-        fixed = job.fixed(snapshot)
-        read = {"--data": fixed.data, "config.json": fixed.config, "tensors": fixed.tensors}
-        group.agree("data and checkpoints", read, "Copy host 0's")
+        check_agreement(job.fixed(snapshot))
     return job
+
+
+def launches_on(device: torch.device, fixed: Fixed | None) -> Mapping[str, Sequence[int]]:
+    """The settings of kernels. Warns if they are not those with which a resumed run began."""
+    launches = tuned.stored(device)
+    if fixed and fixed.launches != tuned.digest(launches):
+        screen.warn("kernels have other settings than before (check --tune), with which they may round differently")
+    return launches
+
+
+def measured(device: torch.device, dtype: str, limits: Limits, stores: Sequence[Path], cfg: ModelConfig) -> Machine:
+    """This machine. Says so while its rates are measured."""
+    screen.show("probe    measuring this machine")
+    machine = this_machine(device, dtype, limits, stores, cfg.fp8, cfg.scan)
+    screen.clear()
+    return machine
+
+
+def check_agreement(fixed: Fixed) -> None:
+    """Raises InputError unless all hosts have read the same data and checkpoint."""
+    read = {"--data": fixed.data, "config.json": fixed.config, "tensors": fixed.tensors}
+    here().agree("data and checkpoints", read, "Copy host 0's")
 
 
 def identity(cfg: ModelConfig, source: Source) -> tuple[dict[str, Any], dict[str, list[Any]]]:
@@ -206,8 +219,10 @@ def fingerprint(data: Dataset) -> str:
     return "-".join(part.fingerprint for part in (data, data.held_out, data.general) if part)
 
 
-def tables_of(o: Options, data: Dataset, room: int, cfg: ModelConfig) -> int:
-    """RAM of the data's tables and a teacher's rows, in steps of TABLES so that plans repeat."""
+def tables_of(o: Options, data: Dataset | None, room: int, cfg: ModelConfig) -> int:
+    """Bytes of RAM for the data's tables and a teacher's rows, in steps of TABLES so that plans repeat."""
+    if data is None:
+        return 0
     held = data.memory
     if cfg.teaching:
         pieces = len(data.pieces) + (len(data.held_out.pieces) if data.held_out else 0)
@@ -274,15 +289,6 @@ def check_checkpoint(path: Path) -> None:
 # ---------------------------------------------------------------- how much is computed
 
 
-def sequence_length(o: Options, cfg: ModelConfig) -> int:
-    """Tokens of a sequence. Raises InputError."""
-    seq_len, most = o.seq_len or min(2048, cfg.max_positions), cfg.max_positions
-    if seq_len > most:
-        longer = f", or extend them: --rope-factor {-(-seq_len // most)}" if cfg.rotates and not cfg.indexed else ""
-        raise InputError(f"--seq-len {seq_len}: the model has {most} positions. Lower it{longer}.")
-    return seq_len
-
-
 def with_work(o: Options, data: Dataset | None, room: int) -> tuple[Options, Work]:
     """How much the run computes, and the options with its epochs and interval of evaluations: fewer than ten in a
     short run.
@@ -306,7 +312,7 @@ def with_work(o: Options, data: Dataset | None, room: int) -> tuple[Options, Wor
     share = EVALUATING * steps / COSTS / (1 - EVALUATING)  # of a step's tokens, of all evaluations
     if "eval_every" not in o.chosen and o.eval_every == Options.eval_every and share < 11:
         o = replace(o, eval_every=Every(steps=math.ceil(steps / max(1, int(share) - 1))))
-    n = 1 + o.eval_every.times(0, steps) + (not o.eval_every.due(steps, steps, 0.0))
+    n = o.evaluations(0, steps)
     read = o.eval_tokens or math.ceil(max(1.0, share / n) * work.tokens)
     return o, replace(work, evaluations=n, held_out=min(read, data.held_out.tokens))
 

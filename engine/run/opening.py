@@ -145,6 +145,16 @@ def lora_of(o: Options, cfg: ModelConfig, adapter: Adapter | None) -> Lora:
     return replace(lora, dropout=dropout)
 
 
+def sequence_length(o: Reading, cfg: ModelConfig) -> int:
+    """Tokens of a sequence. Raises InputError if the model has fewer positions."""
+    seq_len, most = o.seq_len or min(2048, cfg.max_positions), cfg.max_positions
+    if seq_len > most:
+        extends = isinstance(o, Options) and cfg.rotates and not cfg.indexed
+        longer = f", or extend them: --rope-factor {-(-seq_len // most)}" if extends else ""
+        raise InputError(f"--seq-len {seq_len}: the model has {most} positions. Lower it{longer}.")
+    return seq_len
+
+
 def kind_of(o: Method) -> Kind:
     """The kind of rows that a method reads."""
     return KINDS.get(o.method, "pairs")

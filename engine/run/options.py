@@ -356,6 +356,11 @@ class Options(Reading, Method, Machine):
     def warmup_steps(self, total_steps: int) -> int:
         return int(self.warmup) if self.warmup >= 1 else round(self.warmup * total_steps)
 
+    def evaluations(self, done: int, total: int, seconds: float | None = None) -> int:
+        """Evaluations in the rest of a run, which takes `seconds`; before the first step and after the last, too."""
+        last = total > done and not self.eval_every.due(total, total, 0.0)
+        return (done == 0) + self.eval_every.times(done, total, seconds) + last
+
 
 @dataclass(frozen=True)
 class Eval(Reading, Method, Machine):

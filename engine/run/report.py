@@ -185,8 +185,7 @@ def events(job: Job, done: int, steps_s: float | None) -> Events:
     """The parts of a run besides steps, after `done` steps, which take `steps_s`."""
     o, total, evaluations = job.options, job.total_steps, 0
     if held_out := job.read and job.read.held_out:
-        evaluations = o.eval_every.times(done, total, steps_s) + (done == 0)
-        evaluations += total > done and not o.eval_every.due(total, total, 0)  # the last
+        evaluations = o.evaluations(done, total, steps_s)
     compares = job.read and job.preference and job.preference.compares and not done
     snapshots, bests = o.save_every.times(done, total, steps_s), max(0, evaluations - (done == 0) - 1) * job.files.best
     n, exports = held_out.n_sequences if held_out else 0, 1 + o.export_every.times(done, total, steps_s)

@@ -32,7 +32,7 @@ from trireme.engine.queues.real import RealQueues
 from trireme.engine.run import config_file, folder, screen
 from trireme.engine.run.after import hub
 from trireme.engine.run.evaluate import Evaluator
-from trireme.engine.run.opening import read_rows
+from trireme.engine.run.opening import read_rows, sequence_length
 from trireme.engine.run.options import Machine, Method, Options, Reading, Sample, flag, table
 from trireme.engine.run.planning import DTYPES, computer
 from trireme.engine.tuning.adapters import Adapter
@@ -128,13 +128,11 @@ def with_defaults(f: Finished, o: O) -> O:
 
 def read_data(f: Finished, o: Reading, codec: Codec | None, name: str, kind: Kind, labelled: bool = True) -> Dataset:
     """Data, read as by the run that wrote the model. `labelled`: rows of classes have labels. Raises InputError."""
-    seq_len, scored = o.seq_len or min(2048, f.cfg.max_positions), dict[str, Any]()
-    if seq_len > f.cfg.max_positions:
-        raise InputError(f"--seq-len {seq_len}: the model has {f.cfg.max_positions} positions. Lower it.")
+    scored = dict[str, Any]()
     if f.cfg.scores:
         pad = pad_in(read_raw(f.base), codec.facts.pad if codec else None)
         scored = {"labels": f.labels if labelled else (), "pad": pad}
-    data = read_rows(o, f.cfg, codec, [name], seq_len=seq_len, kind=kind, **scored)
+    data = read_rows(o, f.cfg, codec, [name], seq_len=sequence_length(o, f.cfg), kind=kind, **scored)
     for line in screen.labelled("data", data.report.lines()):
         screen.say(line)
     return data
