@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from trireme.storage.files import AnyPath, StoreError
+from trireme.storage.files import AnyPath, StoreError, store_errors
 from trireme.storage.layout import ALIGN, round_up
 
 if TYPE_CHECKING:
@@ -70,10 +70,8 @@ class File:
         """`size`: creates the file and allocates its blocks; None: opens it. Raises StoreError."""
         self.path, self.direct = os.fspath(path), direct
         flags = (os.O_RDWR if write else os.O_RDONLY) | os.O_CLOEXEC | (os.O_DIRECT if direct else 0)
-        try:
+        with store_errors(self.path):
             self.fd = _open(self.path, flags | (os.O_CREAT | os.O_EXCL if size is not None else 0))
-        except OSError as e:
-            raise StoreError(e.errno, e.strerror, self.path) from e
         if size:
             try:
                 self.allocate(size)
@@ -84,12 +82,9 @@ class File:
 
     def allocate(self, size: int) -> None:
         """Allocates blocks for `size` bytes, which may be 0. Raises StoreError."""
-        if not size:
-            return
-        try:
-            os.posix_fallocate(self.fd, 0, size)
-        except OSError as e:
-            raise StoreError(e.errno, f"{e.strerror}, allocating {size} bytes", self.path) from e
+        if size:
+            with store_errors(self.path, f", allocating {size} bytes"):
+                os.posix_fallocate(self.fd, 0, size)
 
     def close(self) -> None:
         os.close(self.fd)

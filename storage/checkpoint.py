@@ -23,10 +23,10 @@ from trireme.storage.files import (
     AnyPath,
     Say,
     StoreError,
-    as_store_error,
     check_space,
     partial_of,
     read_into,
+    store_errors,
     stream,
     sync_folder,
     to_stderr,
@@ -335,21 +335,20 @@ def export(
             raise StoreError(errno.EIO, "read back, it is not what was written", str(out / file))
 
     try:
-        out.mkdir(parents=True, exist_ok=True)
-        if out.samefile(source.folder):
-            raise StoreError(errno.EEXIST, "is the source checkpoint itself; choose another folder", str(out))
-        nbytes = sum(map(_size, others.values())) + sum(map(source.size_of, source.files))
-        check_space(out, nbytes, "the exported checkpoint")
-        _for_all(write, files, writers, ended)
-        _for_all(read_back, files, writers, ended)
-        check()
-        for file in files:
-            partial_of(out / file).replace(out / file)
-        for folder in {(out / f).parent for f in files} | {out}:
-            sync_folder(folder)
+        with store_errors(out):
+            out.mkdir(parents=True, exist_ok=True)
+            if out.samefile(source.folder):
+                raise StoreError(errno.EEXIST, "is the source checkpoint itself; choose another folder", str(out))
+            nbytes = sum(map(_size, others.values())) + sum(map(source.size_of, source.files))
+            check_space(out, nbytes, "the exported checkpoint")
+            _for_all(write, files, writers, ended)
+            _for_all(read_back, files, writers, ended)
+            check()
+            for file in files:
+                partial_of(out / file).replace(out / file)
+            for folder in {(out / f).parent for f in files} | {out}:
+                sync_folder(folder)
         return done
-    except OSError as e:
-        raise as_store_error(e, e.filename or out) from e
     finally:
         for file in done:
             partial_of(out / file).unlink(missing_ok=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trireme.storage.aio import IO, File, arena
-from trireme.storage.files import AnyPath, Say, StoreError, as_store_error, make_folder, to_stderr
+from trireme.storage.files import AnyPath, Say, StoreError, make_folder, store_errors, to_stderr
 from trireme.storage.layout import ALIGN
 
 PROBE, LINKED = ".store-probe", ".store-probe-link"
@@ -74,11 +74,9 @@ def is_direct(folder: Path) -> bool:
 def open_device(path: AnyPath, speed: float = 1.0, say: Say = to_stderr) -> Device:
     """Makes the folder and opens its drive. `say` is called with what slows it down. Raises StoreError."""
     path = Path(path)
-    try:
+    with store_errors(path):
         make_folder(path)
         direct = is_direct(path)
-    except OSError as e:
-        raise as_store_error(e, path) from e
     if not direct:
         say(f"{path}: no O_DIRECT; slower, and through the page cache")
     return Device(path, IO(), direct, speed)

@@ -11,7 +11,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,10 +36,19 @@ class NoSnapshot(StoreError):
 
 
 def as_store_error(error: OSError, path: AnyPath, during: str = "") -> StoreError:
-    """`error` itself if it is a StoreError, which names its file; else its message, then `during`, about `path`."""
-    if isinstance(error, StoreError):
+    """`error` itself if it is a StoreError that names its file; else its message, then `during`, about `path`."""
+    if isinstance(error, StoreError) and error.filename:
         return error
     return StoreError(error.errno, f"{error.strerror or error}{during}", str(path))
+
+
+@contextmanager
+def store_errors(path: AnyPath, during: str = "") -> Iterator[None]:
+    """A context whose OSErrors become StoreErrors about their own file or, without one, about `path`."""
+    try:
+        yield
+    except OSError as error:
+        raise as_store_error(error, error.filename or path, during) from error
 
 
 def to_stderr(line: str) -> None:
@@ -68,30 +77,23 @@ def write_synced(path: Path, content: Iterable[Buffer]) -> None:
     DEPTH blocks are written while the next is made. A file with this name is removed, not written to: it may be a link
     to another file.
     """
-    fd, end = -1, 0
     written: deque[Future[None]] = deque()
-    writing = ThreadPoolExecutor(DEPTH)
-    try:
+    with store_errors(path):
         path.unlink(missing_ok=True)
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        for block in _blocks(content):
-            whole = len(block) == BLOCK  # else the last
-            while len(written) > (DEPTH - 1) * whole:
+        fd, end = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666), 0
+        with os.fdopen(fd, "wb", buffering=0), ThreadPoolExecutor(DEPTH) as writing:
+            for block in _blocks(content):
+                whole = len(block) == BLOCK  # else the last
+                while len(written) > (DEPTH - 1) * whole:
+                    written.popleft().result()
+                if not (end and whole):
+                    go_direct(fd, whole)
+                written.append(writing.submit(_write, fd, block, end))
+                end += len(block)
+            while written:
                 written.popleft().result()
-            if not (end and whole):
-                go_direct(fd, whole)
-            written.append(writing.submit(_write, fd, block, end))
-            end += len(block)
-        while written:
-            written.popleft().result()
-        os.fsync(fd)
-        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-    except OSError as e:
-        raise as_store_error(e, path) from e
-    finally:
-        writing.shutdown()
-        if fd >= 0:
-            os.close(fd)
+            os.fsync(fd)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _blocks(content: Iterable[Buffer]) -> Iterator[memoryview]:
@@ -149,16 +151,16 @@ def stream(path: AnyPath, offset: int = 0, nbytes: int | None = None, block: int
 
     Raises StoreError.
     """
-    fd, coming = -1, deque[Future[memoryview]]()
-    reading = ThreadPoolExecutor(DEPTH)  # threads start at the first block
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    with store_errors(path), Path(path).open("rb", buffering=0) as file, ExitStack() as stack:
+        fd = file.fileno()
+        stack.callback(os.posix_fadvise, fd, offset, nbytes or 0, os.POSIX_FADV_DONTNEED)
+        reading = stack.enter_context(ThreadPoolExecutor(DEPTH))  # threads start at the first block
         end = os.fstat(fd).st_size if nbytes is None else offset + nbytes
         go_direct(fd, nbytes is None)
         starts = range(offset, end, block)
         buffers = [memoryview(mmap.mmap(-1, round_up(min(block, end - offset)))) for _ in starts[: DEPTH + 1]]
         read = lambda k: reading.submit(_read, fd, buffers[k % len(buffers)], starts[k])
-        coming.extend(map(read, range(len(buffers))))
+        coming = deque(map(read, range(len(buffers))))
         for k, start in enumerate(starts):
             content = coming.popleft().result()[: min(block, end - start)]
             if len(content) < min(block, end - start):
@@ -166,23 +168,13 @@ def stream(path: AnyPath, offset: int = 0, nbytes: int | None = None, block: int
             yield content
             if k + len(buffers) < len(starts):
                 coming.append(read(k + len(buffers)))
-    except OSError as e:
-        raise as_store_error(e, path) from e
-    finally:
-        reading.shutdown()
-        if fd >= 0:
-            os.posix_fadvise(fd, offset, nbytes or 0, os.POSIX_FADV_DONTNEED)
-            os.close(fd)
 
 
 def read_into(buffer: memoryview, path: AnyPath, offset: int) -> None:
     """Fills the buffer with bytes of a file from `offset` on, and leaves none in the page cache. Raises StoreError."""
-    try:
-        with Path(path).open("rb", buffering=0) as file:
-            filled = len(_read(file.fileno(), buffer, offset))
-            os.posix_fadvise(file.fileno(), offset, len(buffer), os.POSIX_FADV_DONTNEED)
-    except OSError as e:
-        raise as_store_error(e, path) from e
+    with store_errors(path), Path(path).open("rb", buffering=0) as file:
+        filled = len(_read(file.fileno(), buffer, offset))
+        os.posix_fadvise(file.fileno(), offset, len(buffer), os.POSIX_FADV_DONTNEED)
     if filled < len(buffer):
         raise StoreError(errno.EIO, f"ends at byte {offset + filled}; it was longer before", str(path))
 
@@ -231,14 +223,11 @@ def replace_synced(path: Path, text: bytes) -> None:
 
 def sync_folder(folder: Path) -> None:
     """Makes the names in `folder` durable. Raises StoreError."""
-    fd = -1
-    try:
+    with store_errors(folder, ", making names durable"):
         fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        os.fsync(fd)
-    except OSError as e:
-        raise StoreError(e.errno, f"{e.strerror}, making names durable", str(folder)) from e
-    finally:
-        if fd >= 0:
+        try:
+            os.fsync(fd)
+        finally:
             os.close(fd)
 
 
@@ -282,13 +271,13 @@ def lock_folder(path: Path, stack: ExitStack) -> list[Path]:
 
     Returns the folders that were made, innermost first. Raises StoreError, leaving none.
     """
-    made: list[Path] = []
-    try:
+    with store_errors(path):
         made = make_folder(path)
-        fd = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
-    except OSError as e:
-        remove_folders(made)
-        raise as_store_error(e, path) from e
+        try:
+            fd = os.open(path / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        except OSError:
+            remove_folders(made)
+            raise
     stack.callback(os.close, fd)
     if not lock(fd):
         owner = os.pread(fd, 20, 0).decode(errors="replace")

@@ -22,6 +22,7 @@ from trireme.storage.files import (
     LOCK,
     NoSnapshot,
     StoreError,
+    as_store_error,
     lock_folder,
     remove_folders,
     replace_synced,
@@ -61,7 +62,7 @@ def read_identity(folder: Path, name: str = IDENTITY) -> Identity:
     except FileNotFoundError as e:
         raise NoSnapshot(errno.ENOENT, "holds no store", str(folder)) from e
     except OSError as e:
-        raise StoreError(e.errno, e.strerror, str(path)) from e
+        raise as_store_error(e, path) from e
     except ValueError as e:
         message = f"is damaged: {e}. Restore it from a copy; each snapshot's folder holds its weights as a checkpoint"
         raise StoreError(errno.EIO, message, str(path)) from e

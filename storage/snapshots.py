@@ -25,6 +25,7 @@ from trireme.storage.files import (
     as_store_error,
     remove_folders,
     replace_synced,
+    store_errors,
     sync_folder,
     write_synced,
 )
@@ -139,13 +140,11 @@ def publish(snapshot: Snapshot, first: Path) -> None:
 def remove(snapshot: Snapshot, devices: Sequence[Path]) -> None:
     """Removes a snapshot. Only then its files may be overwritten. Raises StoreError."""
     dropped = devices[0] / f"{snapshot.folder}.dropped"
-    try:
+    with store_errors(dropped, ", removing a snapshot"):
         (devices[0] / snapshot.folder).rename(dropped)
         sync_folder(devices[0])
         for place in (dropped, *(device / snapshot.folder for device in devices[1:])):
             erase(place, snapshot)
-    except OSError as e:
-        raise StoreError(e.errno, f"{e.strerror}, removing a snapshot", str(e.filename or dropped)) from e
 
 
 def erase(folder: Path, snapshot: Snapshot | None = None) -> None:
@@ -197,7 +196,7 @@ def _read(folder: Path) -> Snapshot:
             raise ValueError(f"it is the one of {snapshot.folder}")
         return snapshot
     except OSError as e:
-        raise StoreError(e.errno, e.strerror, str(path)) from e
+        raise as_store_error(e, path) from e
     except ValueError as e:
         raise StoreError(errno.EIO, f"is damaged: {e}. {way_back(folder)}", str(path)) from e
 
@@ -223,23 +222,22 @@ def check(snapshot: Snapshot, devices: Sequence[Path]) -> None:
     if any(stripe.device >= len(devices) for stripe in stripes):
         message = f"is damaged: it names more than {len(devices)} folders. {back}"
         raise StoreError(errno.EIO, message, str(first / MANIFEST))
-    path = first
-    try:
-        for path in (device / FOLDER for device in devices):
-            path.mkdir(exist_ok=True)  # its files are the snapshot's, by other names
-        for (device, name, id), stripe in zip(snapshot.links(), stripes, strict=True):
-            path = devices[device] / snapshot.folder / name
+    for folder in (device / FOLDER for device in devices):
+        with store_errors(folder):
+            folder.mkdir(exist_ok=True)  # its files are the snapshot's, by other names
+    for (device, name, id), stripe in zip(snapshot.links(), stripes, strict=True):
+        path = devices[device] / snapshot.folder / name
+        with store_errors(path):
             check_header(path, stripe, back)
             _link(path, devices[device] / FOLDER / f"{id:06d}.safetensors")
-        for name, known in snapshot.auxiliary.items():
-            path = first / name
+    for name, known in snapshot.auxiliary.items():
+        path = first / name
+        with store_errors(path):
             (devices[0] / name).parent.mkdir(exist_ok=True)
             if checksum([read_small(path)]) != known:
                 message = "is not what was written. Copy it from the checkpoint again"
                 raise StoreError(errno.EIO, message, str(path))
             _link(path, devices[0] / name)
-    except OSError as e:
-        raise as_store_error(e, e.filename or path) from e
 
 
 def check_header(path: Path, stripe: Stripe, back: str) -> None:

@@ -35,6 +35,7 @@ from trireme.storage.files import (
     Say,
     StoreError,
     lock_folder,
+    store_errors,
     sync_folder,
     to_stderr,
     write_synced,
@@ -255,12 +256,11 @@ def _auxiliary(source: AnyPath | Mapping[str, CONTENT] | None) -> dict[str, CONT
 
 def _sync(version: Version, nbytes: int) -> None:
     """Makes a file durable at its exact size. Raises StoreError."""
-    try:
-        if version.lost:
-            raise OSError(errno.EIO, "an earlier fsync failed; it must be written again")
+    path = version.file.path
+    if version.lost:
+        raise StoreError(errno.EIO, "an earlier fsync failed; it must be written again", path)
+    version.lost = True  # if this fails
+    with store_errors(path, ", making it durable"):
         version.resize(nbytes)
         os.fsync(version.file.fd)
-    except OSError as e:
-        version.lost = True
-        raise StoreError(e.errno, f"{e.strerror}, making it durable", version.file.path) from e
-    version.synced = True
+    version.lost, version.synced = False, True

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from trireme.storage.aio import File
 from trireme.storage.devices import Device
-from trireme.storage.files import StoreError, check_space
+from trireme.storage.files import check_space, store_errors
 
 FOLDER = "files"
 
@@ -32,10 +32,8 @@ class Version:
 
     def resize(self, nbytes: int) -> None:
         """Sets the file's size. Raises StoreError."""
-        try:
+        with store_errors(self.file.path, f", resizing to {nbytes} bytes"):
             os.ftruncate(self.file.fd, nbytes)
-        except OSError as e:
-            raise StoreError(e.errno, f"{e.strerror}, resizing to {nbytes} bytes", self.file.path) from e
 
 
 class Versions:

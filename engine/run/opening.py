@@ -32,7 +32,7 @@ from trireme.models.config import InputError, Lora, ModelConfig, Teaching
 from trireme.models.losses.preferences import METHODS, Preference
 from trireme.storage.auxiliary import auxiliary_files, content_of
 from trireme.storage.checkpoint import Source
-from trireme.storage.files import as_store_error
+from trireme.storage.files import store_errors
 
 KINDS: Mapping[str, Kind] = {"sft": "", "kto": "labels", "reward": "rewards", "classify": "classes"}  # others: pairs
 WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".ckpt"}
@@ -234,11 +234,10 @@ def read_rows(o: Reading, cfg: ModelConfig, codec: Codec | None, names: Sequence
         map=o.map, inherited=inherited, long=o.long, skip_bad=o.skip_bad, vocab_size=cfg.vocab, media=cfg.media,
         system=o.system, variables=variables, **others,
     )  # fmt: skip
+    far = lambda name, position, size: screen.far(f"reading {name}", position, size, began)
     try:
-        far = lambda name, position, size: screen.far(f"reading {name}", position, size, began)
-        return load_dataset(names, codec, options, far)
-    except OSError as error:  # where tokens are written
-        raise as_store_error(error, error.filename or options.shared or options.cache or "--data") from error
+        with store_errors(options.shared or options.cache or "--data"):  # where tokens are written
+            return load_dataset(names, codec, options, far)
     finally:
         screen.clear()
 

@@ -27,7 +27,7 @@ from trireme.engine.tuning.spellings import PREFIX
 from trireme.models.config import InputError, Lora, ModelConfig
 from trireme.models.sizes import shapes
 from trireme.storage.checkpoint import Source, joined
-from trireme.storage.files import as_store_error, partial_of, sync_folder, write_synced
+from trireme.storage.files import partial_of, store_errors, sync_folder, write_synced
 from trireme.storage.headers import encode_header
 from trireme.storage.layout import sequential
 
@@ -194,14 +194,12 @@ def write_adapter(
 
     folder.mkdir(parents=True, exist_ok=True)
     config = _config(cfg, cfg.lora, base, separate) | ({"revision": revision} if revision else {})
-    try:
+    with store_errors(folder):
         write_synced(partial_of(folder / CONFIG), [json.dumps(config, indent=2, sort_keys=True).encode()])
         write_synced(partial_of(folder / WEIGHTS), content())
         for name in (WEIGHTS, CONFIG):
             partial_of(folder / name).replace(folder / name)
         sync_folder(folder)
-    except OSError as e:
-        raise as_store_error(e, e.filename or folder) from e
 
 
 def _of_experts(whole: np.ndarray, name: str, experts: list[tuple[str, ...]], rank: int) -> Iterator[np.ndarray]:
