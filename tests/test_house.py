@@ -27,7 +27,7 @@ MOST_FILES = 17  # in a folder of the product
 BUDGETS = {
     "kernels/**": 8511,  # 8000; rounding to packings 250, model types 24, heads in parts 86, scans 2, one pass 260
     "models/**": 8887,  # 8450; micro_batch.py, of engine 45; rounding to packings about 235, new model types about 370
-    "storage/**": 3250,
+    "storage/**": 3196,
     "engine/*.* engine/queues/**": 5189,
     "engine/planner/**": 3850,
     "engine/hosts/**": 474,

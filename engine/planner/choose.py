@@ -21,32 +21,11 @@ from trireme.engine.amounts import gib
 from trireme.engine.buffers import each_usage, fits
 from trireme.engine.geometry import Geometry
 from trireme.engine.plan import DoesNotFit, Limits, Plan, Tier
+from trireme.engine.planner import rule, search
 from trireme.engine.planner.predict import Prediction, no_collection
 from trireme.engine.planner.rates import Rates
-from trireme.engine.planner.rule import (
-    GPU_UPDATES,
-    Cut,
-    Strategy,
-    Wanted,
-    cuts,
-    fill_ram,
-    largest,
-    longer_pieces,
-    of_first,
-    share_updates,
-    simple_plan,
-    sliced,
-)
-from trireme.engine.planner.search import (
-    Decision,
-    Move,
-    Search,
-    count,
-    most_in_ram,
-    updated_as,
-    with_most_on_gpu,
-    with_moves,
-)
+from trireme.engine.planner.rule import Cut, Strategy, Wanted
+from trireme.engine.planner.search import Decision, Move, Search
 from trireme.models.config import ModelConfig
 from trireme.models.sizes import narrow
 
@@ -101,8 +80,8 @@ def nearby(cfg: ModelConfig, limits: Limits, rates: Rates, wanted: Wanted, plan:
     s = Search(Geometry.of(cfg, first), limits, rates, wanted, first)
     late = plan.late_moments if wanted.adam_bits == 32 else ()
     same = replace(plan, n_micro=first.n_micro, adam_bits=first.adam_bits, late_moments=late, host=first.host)
-    for start in (first, fill_ram(s.geo, same, limits) if s.fits(same) else first):
-        s.simulate(longer_pieces(s.geo, start, limits))
+    for start in (first, rule.fill_ram(s.geo, same, limits) if s.fits(same) else first):
+        s.simulate(rule.longer_pieces(s.geo, start, limits))
     s.decide(partial(placed, parts=(1.0,)))
     return s.best
 
@@ -113,7 +92,7 @@ def _variants(cfg: ModelConfig, limits: Limits, wanted: Wanted, first: Plan, res
     """
     streamed = any(unit.base != "gpu" for unit in first.units) and first.gpus == first.hosts == 1
     sliceable = first.halves and first.slices == 1 and streamed and narrow.may_be_sliced(cfg)
-    alternatives, tried = [sliced(cfg, SLICES)] if sliceable else [], cuts(cfg, wanted)
+    alternatives, tried = [rule.sliced(cfg, SLICES)] if sliceable else [], rule.cuts(cfg, wanted)
     alternatives += [Cut.of(resumed)] if resumed else []
     divisions = dict.fromkeys([Cut.of(first), *(cut for cut in alternatives if cut in tried)])
     rooms = tuple(float(limits.of(gpu)) for gpu in range(wanted.gpus))
@@ -125,10 +104,10 @@ def first_plan(cfg: ModelConfig, limits: Limits, wanted: Wanted, drive: bool) ->
     """The rule's plan. If it needs the SSD and there is no `drive`: a plan without the SSD, which fills the GPU with
     optimizer state before activations, if one fits; otherwise the rule's plan. Raises DoesNotFit.
     """
-    first = simple_plan(cfg, limits, wanted)
+    first = rule.simple_plan(cfg, limits, wanted)
     if drive or not first.uses("ssd"):
         return first
-    without_drive = (simple_plan(cfg, limits, wanted, strategy) for strategy in WITHOUT_A_DRIVE)
+    without_drive = (rule.simple_plan(cfg, limits, wanted, strategy) for strategy in WITHOUT_A_DRIVE)
     return next((plan for plan in without_drive if not plan.uses("ssd")), first)
 
 
@@ -145,7 +124,7 @@ def _descend(s: Search) -> Choice:
     starts: list[Plan | None] = [s.first, everywhere]
     if s.resumed is not None:
         s.resumed = s.resumed.dealt(s.wanted.gpus, s.geo.cfg.tied, s.wanted.peers, s.wanted.shares)
-        starts = [updated_as(s.first, s.resumed), s.resumed if Cut.of(s.resumed) == Cut.of(s.first) else None]
+        starts = [search.updated_as(s.first, s.resumed), s.resumed if Cut.of(s.resumed) == Cut.of(s.first) else None]
     usable = [plan for plan in starts if plan is not None and s.fits(plan)]
     for start in usable or [s.first]:
         s.simulate(start)
@@ -170,7 +149,7 @@ def placed(s: Search, plan: Plan, parts: Sequence[float] = (1.0, 0.5)) -> Iterab
     """Inputs and state as in `sizes`, each with `parts` of the saved tensors that fit in RAM there."""
     streams = any(unit.update == "gpu" for unit in plan.units)
     for x, state in product(INPUTS, (0.0, 1.0)) if s.geo.cfg.lora is None else ():
-        for variant in s.rule(Strategy(x, state, updates=GPU_UPDATES * streams), (plan.tokens, plan.n_micro)):
+        for variant in s.rule(Strategy(x, state, updates=rule.GPU_UPDATES * streams), (plan.tokens, plan.n_micro)):
             yield from swapped(s, replace(variant, late_moments=plan.late_moments, piece=plan.piece), parts)
 
 
@@ -188,14 +167,14 @@ def late(s: Search, plan: Plan) -> Iterable[Plan]:
 def _swappable(s: Search, plan: Plan, limits: Limits | None = None) -> tuple[Plan, Sequence[Move], int]:
     """(`plan` that saves nothing, its moves, how many of them fit in RAM)."""
     plain, steps = plan.changed(range(s.geo.n_units), saved=()), s.moves(plan)
-    return plain, steps, most_in_ram(s.geo, plain, limits or s.limits, steps)
+    return plain, steps, search.most_in_ram(s.geo, plain, limits or s.limits, steps)
 
 
 def swapped(s: Search, plan: Plan, parts: Sequence[float] = PARTS) -> Iterable[Plan]:
     """Saved tensors in RAM instead of recomputed, as many as fit and fewer."""
     plain, steps, room = _swappable(s, plan)
     for n in dict.fromkeys(round(part * room) for part in parts):
-        yield with_most_on_gpu(s.geo, plain, s.limits, steps, n)
+        yield search.with_most_on_gpu(s.geo, plain, s.limits, steps, n)
 
 
 def finer(s: Search, plan: Plan) -> Iterable[Plan]:
@@ -206,7 +185,7 @@ def finer(s: Search, plan: Plan) -> Iterable[Plan]:
     moved = [move for unit, kind in zip(plan.units, s.geo.kinds, strict=True)
              for move in steps if move.kind == kind and set(move.names) <= set(unit.names("ram"))]  # fmt: skip
     for n in dict.fromkeys(min(room, round(part * len(moved))) for part in FINER):
-        yield with_most_on_gpu(s.geo, plain, s.limits, steps, n)
+        yield search.with_most_on_gpu(s.geo, plain, s.limits, steps, n)
 
 
 def driven(s: Search, plan: Plan) -> Iterable[Plan]:
@@ -224,8 +203,8 @@ def driven(s: Search, plan: Plan) -> Iterable[Plan]:
             for move in steps:
                 n += s.geo.kinds.count(move.kind)
                 for in_ram in dict.fromkeys((room, 0)) if n > room else ():
-                    full = with_most_on_gpu(s.geo, plain, less, steps, n, in_ram)
-                    yield fill_ram(s.geo, full, s.limits) if s.wanted.free else full
+                    full = search.with_most_on_gpu(s.geo, plain, less, steps, n, in_ram)
+                    yield rule.fill_ram(s.geo, full, s.limits) if s.wanted.free else full
 
 
 def base(s: Search, plan: Plan) -> Iterable[Plan]:
@@ -236,7 +215,7 @@ def base(s: Search, plan: Plan) -> Iterable[Plan]:
             moves_base = s.wanted.free and s.rates.has_drive and in_ram
             for low in (variant, variant.changed(in_ram, base="ssd")) if moves_base else (variant,):
                 for full in (low, *swapped(s, low)):
-                    yield fill_ram(s.geo, full, s.limits) if s.wanted.free else full
+                    yield rule.fill_ram(s.geo, full, s.limits) if s.wanted.free else full
 
 
 def share(s: Search, plan: Plan) -> Iterable[Plan]:
@@ -249,7 +228,7 @@ def share(s: Search, plan: Plan) -> Iterable[Plan]:
     on_gpu = [u for u, unit in enumerate(plan.units) if unit.state == "gpu"]
     rooms = plan, plan.changed(swapping, saved=()), plan.changed(on_gpu[-1:], weights="ram", state="ram")
     for part in UPDATES:
-        tried = ((room, share_updates(s.geo, room, s.limits, part)) for room in rooms)
+        tried = ((room, rule.share_updates(s.geo, room, s.limits, part)) for room in rooms)
         yield next((shared for room, shared in tried if shared != room), plan)
 
 
@@ -261,8 +240,8 @@ def lent(s: Search, plan: Plan) -> Iterable[Plan]:
     peer = max(range(plan.gpus), key=lambda gpu: s.limits.of(gpu) - taken[gpu])
     units = [u for u, unit in enumerate(plan.units) if unit.gpu != peer and 0 < u < s.geo.head]
     plain, steps = plan.changed(units, saved=(), peer=peer), s.moves(plan)
-    moved = lambda n: with_moves(s.geo, plain, steps, n, in_ram=0, beyond="peer", only=units)
-    yield moved(largest(count(s.geo, steps), lambda n: fits(s.geo, moved(n), s.limits)))
+    moved = lambda n: search.with_moves(s.geo, plain, steps, n, in_ram=0, beyond="peer", only=units)
+    yield moved(rule.largest(search.count(s.geo, steps), lambda n: fits(s.geo, moved(n), s.limits)))
 
 
 def fuller(s: Search, plan: Plan) -> Iterable[Plan]:
@@ -275,7 +254,7 @@ def fuller(s: Search, plan: Plan) -> Iterable[Plan]:
         full = plan
         for gpu in range(plan.gpus) if kind == "base" or (s.wanted.gpu_updates and not s.resumed) else ():
             left = [u for u, unit in enumerate(plan.units) if unit.gpu == gpu and vars(unit)[kind] != "gpu"]
-            full = of_first(s.geo, full, s.limits, left, **to)
+            full = rule.of_first(s.geo, full, s.limits, left, **to)
         yield full
 
 

@@ -28,19 +28,8 @@ from trireme.engine.run.after import hub
 from trireme.engine.run.options import Options
 from trireme.engine.run.record import Best, State
 from trireme.models.config import InputError
-from trireme.storage import folders
+from trireme.storage import files, folders
 from trireme.storage.checkpoint import counted
-from trireme.storage.files import (
-    existing,
-    lock,
-    make_folder,
-    partial_of,
-    remove_folders,
-    replace_synced,
-    stream,
-    sync_folder,
-    write_synced,
-)
 from trireme.storage.store import Store
 from trireme.storage.untrusted import checksum, quoted, seal, unseal
 
@@ -93,7 +82,7 @@ class Folder:
 
     def write_config(self, options: Options) -> None:
         if not here().host:
-            replace_synced(self.out / "config.yaml", config_file.write(options))
+            files.replace_synced(self.out / "config.yaml", config_file.write(options))
 
     def note(self, state: State) -> None:
         """Writes how far the run has come."""
@@ -108,12 +97,12 @@ class Folder:
         """
         new = self.run / f"{target.name}.new"
         shutil.rmtree(new, ignore_errors=True)
-        files = dict(save(new))
+        sums = dict(save(new))
         if note:
-            write_record(new / NOTE, Best(files))
-        self.discard(target, [*files, NOTE])
+            write_record(new / NOTE, Best(sums))
+        self.discard(target, [*sums, NOTE])
         new.rename(target)
-        sync_folder(target.parent)
+        files.sync_folder(target.parent)
 
     def best(self, step: int | None) -> Path:
         return self.run / f"best-{step}"
@@ -132,7 +121,7 @@ class Folder:
         with suppress(OSError):
             nbytes = sum((folder / name).stat().st_size for name in note.files)
             with screen.working("checking the best", nbytes) as progressed:
-                sums = (checksum(counted(stream(folder / name), progressed)) for name in note.files)
+                sums = (checksum(counted(files.stream(folder / name), progressed)) for name in note.files)
                 return all(sum == before for sum, before in zip(sums, note.files.values(), strict=True))
         return False
 
@@ -143,15 +132,15 @@ class Folder:
         for name in note.files:
             target = self.out / name
             target.parent.mkdir(exist_ok=True, parents=True)
-            part = partial_of(target)
+            part = files.partial_of(target)
             part.unlink(missing_ok=True)
             try:
                 part.hardlink_to(folder / name)
             except OSError:
-                write_synced(part, stream(folder / name))
+                files.write_synced(part, files.stream(folder / name))
             part.replace(target)
             part.unlink(missing_ok=True)  # a rename to another link of the same file leaves both
-            sync_folder(target.parent)
+            files.sync_folder(target.parent)
 
     # ------------------------------------------------------------ the end
 
@@ -185,10 +174,10 @@ class Folder:
         patterns, last = list(known), folder / STATE
         for path in sorted(folder.rglob("*"), key=lambda path: (path != last, path), reverse=True):  # files first
             if path.is_dir() and not path.is_symlink():
-                remove_folders([path])
+                files.remove_folders([path])
             elif any(fnmatchcase(path.relative_to(folder).as_posix(), pattern) for pattern in patterns):
                 path.unlink(missing_ok=True)
-        remove_folders([folder])
+        files.remove_folders([folder])
         if folder.exists():
             names = (f"{folder.name.lstrip('.')}.left" + f"-{n}" * bool(n) for n in range(1000))
             left = folder.rename(next(path for path in map(self.out.joinpath, names) if not path.exists()))
@@ -217,7 +206,7 @@ def check_free(out: Path) -> None:
         what, way = "holds a finished run", further(out)
     elif (out / RUN).exists() and (out / "config.yaml").exists():  # else killed before there was anything of it
         what, way = "holds a run", f"Continue it: --resume {quoted(out)}; or leave --out out"
-    elif existing(out).is_dir() and not (out.exists() and {path.name for path in out.iterdir()} - BEGUN):
+    elif files.existing(out).is_dir() and not (out.exists() and {path.name for path in out.iterdir()} - BEGUN):
         return
     raise InputError(f"--out {out} {what}. {way}.")
 
@@ -233,12 +222,12 @@ def opened(options: Options) -> Iterator[Folder]:
         here().meet()  # host 0's folder has to be free first
     elif not resumes:
         check_free(out)
-    made = make_folder(run) if host or not resumes else []
+    made = files.make_folder(run) if host or not resumes else []
     with ExitStack() as stack:
-        stack.callback(remove_folders, made)  # those without files
+        stack.callback(files.remove_folders, made)  # those without files
         fd = os.open(run, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         stack.callback(os.close, fd)
-        if not lock(fd):
+        if not files.lock(fd):
             raise InputError(f"another process is at the run in {out}. Wait for its end, or name another --out.")
         folder = stack.enter_context(closing(Folder(out, run, stores(options))))
         try:
@@ -250,9 +239,9 @@ def opened(options: Options) -> Iterator[Folder]:
                 with suppress(OSError):  # report the first error
                     for name in LOGS if not host else ():
                         (out / name).unlink(missing_ok=True)
-                        partial_of(out / name).unlink(missing_ok=True)
+                        files.partial_of(out / name).unlink(missing_ok=True)
                     folder.remove()
-                    remove_folders(made)
+                    files.remove_folders(made)
             raise
 
 
@@ -288,7 +277,7 @@ def latest(runs: Path) -> Path:
 def check_resumable(out: Path) -> None:
     """Raises InputError unless a folder has a run that can go on."""
     if own := config_file.is_own(out / "config.yaml"):
-        remove_folders([out / RUN])  # empty where the removal of a finished run was killed
+        files.remove_folders([out / RUN])  # empty where the removal of a finished run was killed
     if not own or is_finished(out):
         way = f"that run is finished. {further(out)}" if own else "there is no run. Name the folder that --out named"
         raise InputError(f"--resume {out}: {way}.")
@@ -309,7 +298,7 @@ def further(out: Path) -> str:
 
 def write_record(path: Path, record: Any) -> None:
     """Writes a record durably, with its checksum. Raises StoreError."""
-    replace_synced(path, seal(FORMAT, asdict(record)))
+    files.replace_synced(path, seal(FORMAT, asdict(record)))
 
 
 def read_record(path: Path, cls: type[T]) -> T | None:

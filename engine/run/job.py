@@ -99,10 +99,6 @@ class Job:
         return opening.preference_of(self.options)
 
     @property
-    def total_steps(self) -> int:
-        return self.work.steps
-
-    @property
     def rows(self) -> int:
         """Sequences of a micro-batch."""
         return self.plan.tokens // self.work.seq_len
@@ -221,10 +217,8 @@ def fingerprint(data: Dataset) -> str:
 
 def tables_of(o: Options, data: Dataset | None, room: int, cfg: ModelConfig) -> int:
     """Bytes of RAM for the data's tables and a teacher's rows, in steps of TABLES so that plans repeat."""
-    if data is None:
-        return 0
-    held = data.memory
-    if cfg.teaching:
+    held = data.memory if data else 0
+    if data and cfg.teaching:
         pieces = len(data.pieces) + (len(data.held_out.pieces) if data.held_out else 0)
         held += PLACE * pieces + 3 * min(o.batch_size, data.n_sequences) * room * cfg.teaching.nbytes
     return held // TABLES * TABLES
@@ -356,7 +350,7 @@ def check_room(job: Job) -> None:
     """
     part, stores, on_ssd = job.forecast.disk_parts(), folder.stores(job.options), job.plan.uses("ssd")
     often = job.options.save_every  # after minutes there may be space
-    certain = on_ssd or (not often.seconds and job.plan.hosts == 1 and often.times(0, job.total_steps))
+    certain = on_ssd or (not often.seconds and job.plan.hosts == 1 and often.times(0, job.work.steps))
     state = part["store"] * bool(certain) + on_ssd * (part["spares"] + part["scratch"] + part["frozen"])
     wanted = [(job.out, part["export"] + part["best"] + part["apart"]), *((d, state // len(stores)) for d in stores)]
     if isinstance(job.source, Cached) and not job.source.is_made():

@@ -162,9 +162,14 @@ def read_log(path: Path) -> Iterator[Record]:
             yield record
 
 
+def label_of(step: int, total: int) -> str:
+    """A step's number, as wide in all lines of the run."""
+    return f"step {step:>{len(f'{total:,}')},}"
+
+
 def line_of(r: Record, total: int, left: float | None) -> str:
     """The line of a step, what says most first."""
-    parts = [f"step {r['step']:>{len(f'{total:,}')},}/{total:,}", f"loss {r['loss']:.4f}"]
+    parts = [f"{label_of(r['step'], total)}/{total:,}", f"loss {r['loss']:.4f}"]
     parts += [f"{word} {r[name]:.3g}" for name, word in SHOWN.items() if name in r]
     parts += [f"eta {duration(left)}"] if left is not None else []
     parts += [f"{compact(r['tokens_per_second'])} tok/s", f"lr {r['learning_rate']:.1e}"]
@@ -207,7 +212,7 @@ def trackers(o: Options, id: str) -> list[Tracker]:
     started = list[Tracker]()
     for name in o.log:
         try:
-            started += [STARTS[name](o, id)] if name in STARTS else []
+            started.append(STARTS[name](o, id))
         except Exception as error:
             first = (str(error).strip() or repr(error)).splitlines()[0].rstrip(".")
             way = f"Install it (pip install {name}), log in to it, or leave it out"

@@ -29,7 +29,7 @@ from trireme.engine.run import config_file, folder, report, screen
 from trireme.engine.run.after import hub
 from trireme.engine.run.evaluate import documents
 from trireme.engine.run.job import Job, check_paths
-from trireme.engine.run.log import Log, Record, Tracker, eval_line, load_record, trackers
+from trireme.engine.run.log import Log, Record, Tracker, eval_line, label_of, load_record, trackers
 from trireme.engine.run.options import Options
 from trireme.engine.run.record import Snapshot
 from trireme.engine.run.signals import Stop, stop_signals
@@ -83,7 +83,7 @@ def train(options: Options, others: Sequence[Tracker] = ()) -> Path:
             return out
         of_log = trackers(options, place.state.id)  # before anything takes time
         job, lines = report.prepared(options, snapshot)
-        if snapshot and job.total_steps < snapshot.progress.step + place.state.ended:
+        if snapshot and job.work.steps < snapshot.progress.step + place.state.ended:
             at = f"the run is at step {snapshot.progress.step:,}"
             raise InputError(f"--resume {out}: {at}. To go on, give more: --epochs N or --max-steps N.")
         place.note(replace(place.state, ended=False, keep_state=False))
@@ -103,8 +103,8 @@ class Run:
         job, self.training, self.place, self.lines = training.job, training, training.folder, lines
         self.done = training.progress
         out = self.place.run if here().host else job.out
-        self.log = Log(out, job.total_steps, job.work.evaluations, self.done.log, others)
-        self.stop = Stop(self.done.step, job.total_steps)
+        self.log = Log(out, job.work.steps, job.work.evaluations, self.done.log, others)
+        self.stop = Stop(self.done.step, job.work.steps)
         self.saved = self.exported = self.evaluated = time.monotonic()
         self.counters, self.joules = counters(job.device, job.plan.gpus), math.nan
         self.bound = ""  # busiest queue of the last traced step
@@ -122,7 +122,7 @@ class Run:
             stack.enter_context(in_use(self.job.launches))
             stack.callback(self.log.close)
             try:
-                left = range(self.done.step, self.job.total_steps)
+                left = range(self.done.step, self.job.work.steps)
                 ending = lambda: screen.urgent(f"\nexited immediately. {self.training.last_snapshot}")
                 with stop_signals(self.stop.ask, ending), closing(ahead(self.batch, left)) as batches:
                     self.load()
@@ -160,7 +160,7 @@ class Run:
             raise InputError(f"--resume {self.place.out}: the best weights are not whole in {where}. {way}.")
 
     def steps(self, batches: Iterator[list[InRam]]) -> None:
-        done, o, total, training = self.done, self.job.options, self.job.total_steps, self.training
+        done, o, total, training = self.done, self.job.options, self.job.work.steps, self.training
         due = lambda every, moment: here().first(every.due(done.step, total, time.monotonic() - moment))
         if done.step == 0 or due(o.eval_every, self.evaluated):  # also one that a signal broke off
             self.evaluate()
@@ -178,7 +178,7 @@ class Run:
             if due(o.save_every, self.saved):
                 training.save(self.log.sync)
                 self.saved = time.monotonic()
-        if self.stop.leaving:
+        if self.stop.leaving():
             training.save(self.log.sync)
             screen.say(f"stopped  {o.out} is saved at step {done.step:,}. Resume: trireme --resume {quoted(o.out)}")
             raise Interrupted
@@ -190,7 +190,7 @@ class Run:
         queues, number, began = training.queues, done.step + 1, time.perf_counter()
         self.stop.step, moved = number, queues.moved.copy()
         queues.tracing = number == self.warm or done.step % BOUND_EVERY == 0
-        o, total = job.options, job.total_steps
+        o, total = job.options, job.work.steps
         rate = learning_rate(number, total, o.lr or 0.0, o.schedule, o.warmup_steps(total))
         with screen.clock().at("steps"), training.watched(f"step {number:,}"):
             batch = next(batches)
@@ -269,7 +269,7 @@ class Run:
         """Corrects the rates by a traced step, which took `seconds` for usual tokens: those of drives for later runs,
         and, after the warm step, the estimate of this one.
         """
-        job, clock, left = self.job, screen.clock(), self.job.total_steps - self.done.step
+        job, clock, left = self.job, screen.clock(), self.job.work.steps - self.done.step
         with clock.at("plan"):
             predicted = predict(job.cfg, job.plan, job.machine.rates, batch_of(micro))
             rates = corrected(job.machine.rates, predicted, spans, seconds)
@@ -288,16 +288,16 @@ class Run:
     def evaluate(self) -> None:
         """Evaluates. If the run is asked to stop meanwhile, the result is dropped: the resumed run evaluates again."""
         job, done, held, training = self.job, self.done, self.job.data.held_out, self.training
-        if held is None or done.evaluated == done.step or self.stop.leaving:
+        if held is None or done.evaluated == done.step or self.stop.leaving():
             return
         record = self.figures("eval", held, done.eval_rows)
-        loss, start, stopped = record["eval_loss"], done.first.get("eval_loss"), lambda: self.stop.leaving
+        loss, start = record["eval_loss"], done.first.get("eval_loss")
         with screen.clock().at("evaluations"), training.watched("evaluation"):
-            samples = training.evaluator.samples(held, job.opened.codec, 1, stopped)
+            samples = training.evaluator.samples(held, job.opened.codec, 1, self.stop.leaving)
         is_best = done.step > 0 and loss < (math.inf if done.best is None else done.best)
         if is_best and job.options.export == "best":
             self.evaluate_general()
-        if self.stop.leaving:
+        if self.stop.leaving():
             return
         record |= {"sample": samples[0][1]} if samples else {}
         with training.watched("log"):
@@ -314,17 +314,16 @@ class Run:
         self.evaluated, done.evaluated = time.monotonic(), done.step
         shown = record if done.step or not job.preference else {"eval_loss": loss}  # pairs are ties before training
         text = f"  {record['sample']!r}" if samples else ""
-        screen.say(f"step {done.step:>{len(f'{job.total_steps:,}')},}  {eval_line(shown, note)}{text}")
+        screen.say(f"{label_of(done.step, job.work.steps)}  {eval_line(shown, note)}{text}")
         self.draw()
 
     def figures(self, name: str, data: Dataset, rows: int | None) -> Record:
         """The record of an evaluation, eval or general; those before training are kept for the end."""
-        began, stopped, done = time.monotonic(), lambda: self.stop.leaving, self.done
-        preference = self.job.preference
+        began, done = time.monotonic(), self.done
         with screen.clock().at("evaluations"), self.training.watched("evaluation"):
-            loss, metrics = self.training.evaluator.loss(data, preference, rows, stopped)
+            loss, metrics = self.training.evaluator.loss(data, self.job.preference, rows, self.stop.leaving)
         figures = {f"{name}_loss": loss} | {f"{name}_{key}": round(value, 6) for key, value in metrics.items()}
-        if not (done.step or self.stop.leaving):
+        if not (done.step or self.stop.leaving()):
             done.first |= figures
         took = {f"{name}_time_s": round(time.monotonic() - began, 3), "wall_time": round(time.time(), 3)}
         return {"step": done.step, "epoch": self.epoch} | figures | took
@@ -332,13 +331,13 @@ class Run:
     def evaluate_general(self) -> None:
         """Evaluates --general, unless this step's is logged."""
         data, log, step = self.job.data.general, self.log, self.done.step
-        if data is None or self.stop.leaving or (log.general and log.general[-1]["step"] == step):
+        if data is None or self.stop.leaving() or (log.general and log.general[-1]["step"] == step):
             return
         record = self.figures("general", data, None)
-        if not self.stop.leaving:
+        if not self.stop.leaving():
             with self.training.watched("log"):
                 log.add(record)
-            screen.say(f"step {step:>{len(f'{self.job.total_steps:,}')},}  general_loss {record['general_loss']:.4f}")
+            screen.say(f"{label_of(step, self.job.work.steps)}  general_loss {record['general_loss']:.4f}")
 
     def draw(self) -> None:
         """Writes report.html."""
@@ -350,13 +349,12 @@ class Run:
 
     def end(self) -> None:
         job, o, done, training = self.job, self.job.options, self.done, self.training
-        if done.step < job.total_steps:
+        if done.step < job.work.steps:
             worse = count(done.worse, "evaluation")
-            screen.say(f"stopped  at step {done.step:,} of {job.total_steps:,}: {worse} without a lower eval_loss")
+            screen.say(f"stopped  at step {done.step:,} of {job.work.steps:,}: {worse} without a lower eval_loss")
         training.apply_updates()
         self.evaluate()
         best = o.export == "best" and done.best_step is not None
-        is_last = not best or done.best_step == done.step
         if not best:
             self.evaluate_general()
         if o.keep_state:
@@ -367,9 +365,9 @@ class Run:
             screen.warn("on held-out rows nothing is better than before training. Lower --lr, or look at the data")
         for line in [*result, self.log.line()]:
             screen.say(line)
-        data, stopped = job.data.held_out or job.data, lambda: self.stop.leaving
+        data, n = job.data.held_out or job.data, 0 if best and done.best_step != done.step else 3
         with training.watched("samples"):
-            samples = training.evaluator.samples(data, job.opened.codec, 3 if is_last else 0, stopped)
+            samples = training.evaluator.samples(data, job.opened.codec, n, self.stop.leaving)
         for prompt, text, ended in samples:
             shortened = prompt if len(prompt) <= 80 else f"...{prompt[-80:]}"
             screen.say(f"sample   {shortened!r} -> {text!r}{'' if ended else ' ...'}")

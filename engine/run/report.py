@@ -45,8 +45,8 @@ PAIRS = "accuracy of pairs"
 def lines(job: Job) -> Iterator[str]:
     """The report, in full with --verbose and of a dry run, whose search for what is faster comes last."""
     f, o, full = job.forecast, job.options, job.options.verbose or job.options.dry_run
-    steps_s = job.total_steps * f.step.step_s if job.on_gpu else None
-    writes = written(f, job.total_steps, events(job, 0, steps_s))
+    steps_s = job.work.steps * f.step.step_s if job.on_gpu else None
+    writes = written(f, job.work.steps, events(job, 0, steps_s))
     rates = forecasts.rates_line(f) if job.on_gpu else ""
     wear = forecasts.wear_line(f, writes, steps_s) if full or job.plan.uses("ssd") else ""
     for label, texts in {
@@ -146,7 +146,7 @@ def _evaluations(job: Job) -> Iterator[str]:
 
 def _notes(job: Job) -> Iterator[str]:
     """What is likely wrong, and what one may not expect."""
-    o, total = job.options, job.total_steps
+    o, total = job.options, job.work.steps
     rate, warmup, usual = o.lr or 0.0, o.warmup_steps(total), 1e-3 if job.cfg.lora else 1e-4
     if rate > UNUSUAL * usual:
         yield f"warning: --lr {rate:g} is far above what is usual for {'adapters' if job.cfg.lora else 'all weights'}"
@@ -173,7 +173,7 @@ def _faster(job: Job) -> Iterator[str]:
 
 def estimate(job: Job, done: int = 0, measured: bool = False) -> dict[Part, float]:
     """Seconds of each part of the run after `done` steps. `measured`: parts that have happened take their own time."""
-    clock, total = screen.clock(), job.total_steps
+    clock, total = screen.clock(), job.work.steps
     steps_s = (total - done) * job.forecast.step.step_s
     # A first event is left out if kernels were compiled in it.
     known = {part: clock.last[part] for part in COMPLETE if measured and clock.times[part] > job.on_gpu}
@@ -183,7 +183,7 @@ def estimate(job: Job, done: int = 0, measured: bool = False) -> dict[Part, floa
 
 def events(job: Job, done: int, steps_s: float | None) -> Events:
     """The parts of a run besides steps, after `done` steps, which take `steps_s`."""
-    o, total, evaluations = job.options, job.total_steps, 0
+    o, total, evaluations = job.options, job.work.steps, 0
     if held_out := job.read and job.read.held_out:
         evaluations = o.evaluations(done, total, steps_s)
     compares = job.read and job.preference and job.preference.compares and not done
@@ -201,9 +201,9 @@ def figures(job: Job) -> dict[str, Any]:
     """The figures of the report, for `plan` in Python."""
     f, step_s, rows = job.forecast, job.forecast.step.step_s, job.forecast.memory(all_gpus=not job.on_gpu).values()
     gpu, ram, ssd = (sum(row[tier] for row in rows) for tier in ("gpu", "ram", "ssd"))
-    known = {"steps": job.total_steps, "tokens_per_step": f.work.tokens, "ssd_bytes": ssd, "disk_bytes": f.disk()}
+    known = {"steps": job.work.steps, "tokens_per_step": f.work.tokens, "ssd_bytes": ssd, "disk_bytes": f.disk()}
     known |= {"gpu_bytes": gpu * job.on_gpu, "ram_bytes": ram + gpu * (not job.on_gpu)}
-    writes = written(f, job.total_steps, events(job, 0, job.total_steps * step_s))
+    writes = written(f, job.work.steps, events(job, 0, job.work.steps * step_s))
     timed = {"step_s": step_s, "tokens_per_second": f.work.tokens / step_s, "limited_by": f.step.bound}
     timed |= {"run_s": sum(estimate(job).values()), "written_bytes": sum(writes.values())}
     return known | (timed if job.on_gpu else dict.fromkeys(timed))
@@ -283,9 +283,9 @@ def compared(job: Job, done: Progress, log: Log) -> tuple[bool, list[str]]:
     held_out = [change for r in val for change in changes(done.first, r, "eval", "held-out rows", counted)]
     other = Path(o.general or "").name
     forgotten = [change for r in general for change in changes(done.first, r, "general", other, counted)]
-    lines = [screen.labelled("val", [line for _, line in held_out])]
-    lines += [screen.labelled("general", [line for _, line in forgotten])]
-    return bool(held_out) and not any(is_better for is_better, _ in held_out), sum(lines, [])
+    lines = screen.labelled("val", [line for _, line in held_out])
+    lines += screen.labelled("general", [line for _, line in forgotten])
+    return bool(held_out) and not any(is_better for is_better, _ in held_out), lines
 
 
 def facts(job: Job, done: Progress, log: Log, report: Sequence[str], busy: Sequence[str]) -> page.Facts:

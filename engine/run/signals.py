@@ -29,7 +29,6 @@ class Stop:
         self.step, self.last, self.total = step, total, total  # the step that is done now; the last one to do
         self.requested, self.loading = False, True
 
-    @property
     def leaving(self) -> bool:
         """Whether the run stops before its last step."""
         return self.last < self.total

@@ -13,24 +13,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from trireme.engine.tuning.adapters import (
-    WEIGHTS,
-    Adapter,
-    Halves,
-    adapter_shapes,
-    is_transposed,
-    peft_names,
-    write_adapter,
-)
+from trireme.engine.tuning import adapters, peft_config
+from trireme.engine.tuning.adapters import WEIGHTS, Adapter, Halves
 from trireme.engine.tuning.chosen import adaptable, adapted
-from trireme.engine.tuning.peft_config import (
-    CONFIG,
-    base_of,
-    by_pattern,
-    check_config,
-    is_parameter,
-    read_adapter_config,
-)
+from trireme.engine.tuning.peft_config import CONFIG
 from trireme.engine.tuning.spellings import PREFIX, SINGLE, Spelling, by_expert, short, spelled
 from trireme.models.config import InputError, Lora, ModelConfig, scored
 from trireme.models.hf import WRAPPERS
@@ -66,8 +52,8 @@ def read_adapter(folder: Path, cfg: ModelConfig, merging: bool = False) -> Adapt
 
     Raises InputError for another format, kind or base.
     """
-    config, source = read_adapter_config(folder), open_adapter(folder)
-    check_config(folder / CONFIG, config)
+    config, source = peft_config.read_adapter_config(folder), open_adapter(folder)
+    peft_config.check_config(folder / CONFIG, config)
     names, spelling = spelled(cfg, source.tensors, str(folder / WEIGHTS))
     stored = dict(names)  # name by transformers' modules without prefix -> name in the file
     if len(stored) < len(names):
@@ -99,7 +85,7 @@ def read_adapter(folder: Path, cfg: ModelConfig, merging: bool = False) -> Adapt
         cfg,
         lora,
         source,
-        base_of(config),
+        peft_config.base_of(config),
         names=files,
         singles=singles,
         whole={name: stored[inside] for name, inside in whole.items()},
@@ -115,11 +101,11 @@ def convert_adapter(folder: Path, cfg: ModelConfig, out: Path, separate: bool) -
 
     Raises InputError, StoreError.
     """
-    adapter, config = read_adapter(folder, cfg), read_adapter_config(folder)
+    adapter, config = read_adapter(folder, cfg), peft_config.read_adapter_config(folder)
     cfg = adapted(adapter.cfg, replace(adapter.lora, dropout=adapter.dropout))
-    numel = {name: math.prod(shape) for name, shape in adapter_shapes(cfg).items()}
+    numel = {name: math.prod(shape) for name, shape in adapters.adapter_shapes(cfg).items()}
     values = lambda name: adapter.values(name, 0, numel[name])
-    write_adapter(out, cfg, values, adapter.base, str(config.get("revision") or ""), separate)
+    adapters.write_adapter(out, cfg, values, adapter.base, str(config.get("revision") or ""), separate)
 
 
 def scored_by(folder: Path, cfg: ModelConfig) -> ModelConfig:
@@ -149,12 +135,12 @@ def open_adapter(folder: Path) -> Source:
 def places(cfg: ModelConfig, config: Mapping[str, Any], singles: bool) -> Iterator[Place]:
     """All matrices that may have an adapter; of `singles`, also those of each expert."""
     every = adapted(cfg, Lora(1, 1.0, adaptable(cfg)))
-    names, sizes = peft_names(every), adapter_shapes(every)
+    names, sizes = adapters.peft_names(every), adapters.adapter_shapes(every)
     layered = re.compile(re.escape(cfg.names.block).replace(r"\{\}", r"\d+") + r"(.+)\.lora_A\.weight")
     for match in filter(None, map(layered.fullmatch, names)):
         module = match[0].removesuffix(".lora_A.weight")
         stored = {
-            _outermost(config, names[name]): sizes[name][::-1] if is_transposed(name) else sizes[name]
+            _outermost(config, names[name]): sizes[name][::-1] if adapters.is_transposed(name) else sizes[name]
             for name in shapes.adapter_names(module)
         }
         yield Place(module, cfg.names.mlp.experts if shapes.adapts_experts(match[0]) else match[1], stored)
@@ -184,9 +170,9 @@ def _outermost(config: Mapping[str, Any], name: str) -> str:
     """
     name, inner = name.removeprefix(PREFIX), ".experts.base_layer.lora_"
     layer = name.partition(".experts.")[0]
-    if ".experts." not in name or not is_parameter(config, f"{layer}.experts.{GATE_UP}"):
+    if ".experts." not in name or not peft_config.is_parameter(config, f"{layer}.experts.{GATE_UP}"):
         return name
-    if is_parameter(config, f"{layer}.experts.{DOWN}"):
+    if peft_config.is_parameter(config, f"{layer}.experts.{DOWN}"):
         return name
     return name.replace(inner, ".experts.lora_") if inner in name else name.replace(".experts.lora_", inner)
 
@@ -202,11 +188,11 @@ def _pair(
         if sizes.get(name) != wanted or not rank:
             raise InputError(_unlike(folder, name, sizes, wanted))
     module = spelling.theirs(cfg.names.module(place.module))
-    module = f"{module}.weight" if is_parameter(config, f"{module}.weight") else module
-    wanted_rank = by_pattern(config.get("rank_pattern"), module, config["r"])
+    module = f"{module}.weight" if peft_config.is_parameter(config, f"{module}.weight") else module
+    wanted_rank = peft_config.by_pattern(config.get("rank_pattern"), module, config["r"])
     if wanted_rank != rank:
         raise InputError(f"{folder}: {CONFIG} says that {module} has rank {wanted_rank}, in {WEIGHTS} it has {rank}.")
-    alpha = float(by_pattern(config.get("alpha_pattern"), module, config["lora_alpha"]))
+    alpha = float(peft_config.by_pattern(config.get("alpha_pattern"), module, config["lora_alpha"]))
     return Pair(place, rank, alpha * math.sqrt(rank) if config.get("use_rslora") else alpha)
 
 

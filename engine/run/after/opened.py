@@ -177,8 +177,7 @@ def computing(f: Finished, o: Machine, seq_len: int, texts: int = 0, new: int = 
         files, drives = _streamed(f, plan, dtype, stack)
         e = build(f.cfg, plan, limits, queues, files=files)
         stack.callback(e.close)
-        if drives:
-            e.placement.scratch.claim(drives)
+        e.placement.scratch.claim(drives)
         exchange = Exchange(f.cfg, f.source, e.placement, f.adapter.values if f.adapter else None)
         with screen.working("loading", e.placement.nbytes() + e.placement.frozen_bytes) as loaded:
             exchange.load(loaded)
