@@ -232,7 +232,7 @@ class _Style:
         for message in messages:
             for key in unread_keys(message, _LINKS):
                 value = message[key]
-                if key in THOUGHTS:  # _unwritten counts what is left out of them
+                if key in THOUGHTS:  # `mark` counts what is left out of them
                     read = not names.isdisjoint(THOUGHTS)
                 else:
                     read = value.strip() in text if isinstance(value, str) else key in names

@@ -58,7 +58,6 @@ class Facts(NamedTuple):
 
     vocab_size: int  # all ids are less; some may have no token
     eos: int | None  # id after a text
-    eos_token: str | None
     pad: int | None  # id that fills batches up
     unknown: str | None  # the unknown token
     tokenizer: str  # fingerprint
@@ -173,42 +172,54 @@ def _without_main() -> Iterator[None]:
 
 # ---------------------------------------------------------------- batches
 
-Numbered = list[tuple[int, Example]]  # by row number
+
+class Pending(NamedTuple):
+    """An example whose tokens are not written yet."""
+
+    number: int  # of its row
+    example: Example
+    form: str = ""
+    weight: float = 1.0
+    value: float = 0.0
+    starts: bool = True  # a document, of which more pieces may follow
+    last: bool = True  # of its row
 
 
-def encoded(codec: Codec | None, batches: Iterable[Numbered], nbytes: int) -> Iterator[tuple[Numbered, Encoded]]:
+def encoded(
+    codec: Codec | None, batches: Iterable[list[Pending]], nbytes: int
+) -> Iterator[tuple[list[Pending], Encoded]]:
     """Yields batches with their tokens, in order; one that lost its process in batches of one row. A file of `nbytes`
     is worth some processes, since rendering holds the GIL. Without a codec (token ids) they are made here. Raises
     Died.
     """
     if codec is None:
-        yield from ((batch, encode([example for _, example in batch], None, None)) for batch in batches)
+        yield from ((batch, encode([pending.example for pending in batch], None, None)) for batch in batches)
         return
-    waiting = deque[tuple[Numbered, Future[Encoded]]]()
+    waiting = deque[tuple[list[Pending], Future[Encoded]]]()
     workers = min(WORKERS, 1 + nbytes // SHARE)
     for batch in batches:
-        waiting.append((batch, codec.submit(_Programs.encode, [example for _, example in batch])))
+        waiting.append((batch, codec.submit(_Programs.encode, [pending.example for pending in batch])))
         if len(waiting) >= workers + (workers > 1):
             yield from _results(codec, *waiting.popleft())
     while waiting:
         yield from _results(codec, *waiting.popleft())
 
 
-def _results(codec: Codec, batch: Numbered, future: Future[Encoded]) -> Iterator[tuple[Numbered, Encoded]]:
+def _results(codec: Codec, batch: list[Pending], future: Future[Encoded]) -> Iterator[tuple[list[Pending], Encoded]]:
     try:
         yield batch, future.result()
         return
     except (RecursionError, *LOST):
         codec.close()
-    for number, example in batch:  # which row? They run alone, so that no other is blamed
+    for pending in batch:  # which row? They run alone, so that no other is blamed
         try:
-            result = codec.call(_Programs.encode, [example])
+            result = codec.call(_Programs.encode, [pending.example])
         except RecursionError:  # while it is sent
             result = encode([], None, None)._replace(lengths=[0], faults={0: "is nested too deeply"})
         except Died as error:
-            error.row = number
+            error.row = pending.number
             raise
-        yield [(number, example)], result
+        yield [pending], result
 
 
 # ---------------------------------------------------------------- in a process
@@ -223,7 +234,6 @@ class _Programs:
         self.facts = Facts(
             vocab_size=max(tokenizer.core.get_vocab().values(), default=-1) + 1,
             eos=tokenizer.eos,
-            eos_token=tokenizer.eos_token,
             pad=tokenizer.core.token_to_id(tokenizer.specials.get("pad_token", "")),
             unknown=None if tokenizer.unknown is None else tokenizer.core.id_to_token(tokenizer.unknown),
             tokenizer=tokenizer.fingerprint,

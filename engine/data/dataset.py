@@ -104,10 +104,6 @@ class Dataset:
         sums = [zlib.crc32(column.tobytes()) for column in columns]
         return f"{zlib.crc32(f'{keys} {sums} {self.options.seed}'.encode()):08x}"
 
-    @property
-    def weighted(self) -> bool:
-        return self.options.paired or any((file.weights != 1).any() for file in self.files)
-
     def steps_per_epoch(self, batch_size: int) -> int:
         """Steps of an epoch. The last one may be smaller."""
         return math.ceil(self.n_sequences / batch_size)
@@ -132,10 +128,6 @@ class Dataset:
             pieces = self.pieces[i : i + SAMPLED]
             _, labels = self._read(pieces)
             yield from (piece[piece >= 0] for piece in np.split(labels, np.cumsum(pieces["length"])[:-1]))
-
-    def describe_held_out(self) -> list[str]:
-        """The report of held-out files."""
-        return self.held_out.report.lines() if self.held_out and not self.report.held_out else []
 
     def example(self, k: int = 0, marks: str = "[]") -> str:
         """The beginning of document k as text, with the trained part between two marks."""
@@ -166,7 +158,8 @@ class Dataset:
             reference = self._values(pieces)
         elif self.options.paired:
             reference = np.zeros(len(indices)) if self.reference is None else self.reference[indices]
-        weights = pieces["weight"].copy() if self.weighted else None
+        weighted = self.options.paired or any((file.weights != 1).any() for file in self.files)
+        weights = pieces["weight"].copy() if weighted else None
         taught = self.teacher.of(indices) if self.teacher else None
         return MicroBatch(*self._read(pieces), tuple(pieces["length"].tolist()), weights, reference, taught)
 
@@ -193,7 +186,7 @@ class Dataset:
         result = np.zeros(len(pieces))
         for i, file in enumerate(self.files):
             of_file = pieces["file"] == i
-            result[of_file] = file.values[np.searchsorted(file.offsets, pieces["start"][of_file], side="right") - 1]
+            result[of_file] = file.values[file.documents_at(pieces["start"][of_file])]
         return result
 
 
@@ -222,17 +215,9 @@ def load_dataset(
     scratch = Temporary("trireme-tokens-") if options.cache is None else None
     folder = scratch.path if scratch else Path(options.cache or "")
     preparation = Preparation(options, codec, parse_map(options.map), options.shared or folder, progress)
-    named = [Sources([spool(sys.stdin.buffer, folder)], [], []) if text == "-" else find(text) for text in sources]
-    train, notes = [file for item in named for file in item.files], [note for item in named for note in item.notes]
-    share, val = parse_val(options.val)
-    if held := [file for item in named for file in item.held_out]:
-        names = ", ".join(dict.fromkeys(map(str, held)))
-        notes.append(f"{names}: not read, as --val is given" if options.val else f"held out, by its name: {names}")
-        val = val if options.val else held
-    files = tuple(map(preparation.tokens, train))
-    val_files = tuple(map(preparation.tokens, val))
+    (train, val, notes), share = _find_all(sources, options.val, folder)
     general_files = find(options.general).files if options.general else []
-    other_files = tuple(map(preparation.tokens, general_files))
+    files, val_files, other_files = (tuple(map(preparation.tokens, named)) for named in (train, val, general_files))
     tidy(preparation.folder, {file.meta["key"] for file in (*files, *val_files, *other_files)})
     nowhere = set.intersection(*(set(file.meta["absent"]) for file in files))
     if nowhere and not options.inherited:
@@ -260,6 +245,17 @@ def load_dataset(
     if options.vocab_size is not None:
         dataset.check_model(options.vocab_size, options.seq_len, "the model")
     return dataset
+
+
+def _find_all(names: Sequence[str], val: str | None, folder: Path) -> tuple[Sources, float]:
+    """(what to train on and what is held out, the share of rows to hold out). `folder`: for standard input."""
+    sources = [Sources([spool(sys.stdin.buffer, folder)], [], []) if name == "-" else find(name) for name in names]
+    files, by_name, notes = ([x for part in parts for x in part] for parts in zip(*sources, strict=True))
+    share, held_out = parse_val(val)
+    if by_name:
+        listed = ", ".join(dict.fromkeys(map(str, by_name)))
+        notes.append(f"{listed}: not read, as --val is given" if val else f"held out, by its name: {listed}")
+    return Sources(files, held_out if val else by_name, notes), share
 
 
 def find_labels(sources: Sequence[str], map: str | None) -> tuple[str, ...]:

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from zlib import adler32, crc32
 
 import numpy as np
 
 from trireme.engine.amounts import count
 from trireme.engine.data.answers import PAIRED, SCORED, Kind, classes_of, read
-from trireme.engine.data.codec import Codec, Died, Numbered, encoded
+from trireme.engine.data.codec import Codec, Died, Pending, encoded
 from trireme.engine.data.documents import counterparts
 from trireme.engine.data.encode import Encoded, size
 from trireme.engine.data.find import DataFile, Rows
@@ -92,16 +92,6 @@ class Preparation:
         return key_of(content, source.kind, facts, *rows)
 
 
-class _Pending(NamedTuple):
-    """Of an example that is not written yet."""
-
-    form: str
-    weight: float
-    value: float
-    starts: bool  # a document, of which more pieces may follow
-    last: bool  # of its row
-
-
 class _File:
     """A file while it is tokenized."""
 
@@ -110,8 +100,7 @@ class _File:
         self.vocabulary = preparation.codec.facts.vocab_size if preparation.codec else 1 << 31
         self.rows = Rows(source.files, self.options.max_samples)
         self.classes = classes_of(self.options.labels)
-        self.pending = deque[_Pending]()
-        self.documents = list[tuple[np.ndarray, np.ndarray, _Pending]]()  # of the row that is being written
+        self.documents = list[tuple[np.ndarray, np.ndarray, Pending]]()  # of the row that is being written
         self.fault = ""  # of that row
         self.broken = False  # the row before was bad: if it was a piece of a text, the next piece begins a document
         self.n = self.bad = self.refused = 0  # rows; bad ones; of these, those that could be read
@@ -131,11 +120,12 @@ class _File:
 
     def write(self, folder: Path, key: str) -> TokenFile:
         """The tokens of all rows. Raises InputError if rows are bad, or none is good."""
-        self.writer = Writer(folder, key)
+        self.writer, encoding = Writer(folder, key), True
         try:
             for batch, codes in encoded(self.how.codec, self._batches(), self.rows.size):
                 self._put_all(batch, codes)
                 self.how.progress(self.source.path.name, self.rows.position, self.rows.size)
+            encoding = False
             self._judge()
             if self.options.kind == "labels":
                 self._write_counterparts()
@@ -148,25 +138,25 @@ class _File:
             raise InputError(f"{self.source} {self.rows.unit} {error.row}: {error}. Leave that row out.") from None
         finally:
             self.writer.close()
-            if self.pending and self.how.codec:
+            if encoding and self.how.codec:
                 self.how.codec.close()  # stopped by an error or Ctrl-C: a process may be busy
 
     # ------------------------------------------------ rows
 
-    def _batches(self) -> Iterator[Numbered]:
-        batch, characters, n_rows = Numbered(), 0, _FIRST_ROWS
+    def _batches(self) -> Iterator[list[Pending]]:
+        batch, characters, n_rows = list[Pending](), 0, _FIRST_ROWS
         for row in self.rows:
-            for example, pending, nbytes in self._examples(row):
-                batch.append((row.number, example))
-                self.pending.append(pending)
-                characters += nbytes
+            for pending, n in self._examples(row):
+                batch.append(pending)
+                characters += n
                 if len(batch) >= n_rows or characters >= _BATCH_CHARACTERS:
                     yield batch
-                    batch, characters, n_rows = Numbered(), 0, min(_BATCH_ROWS, 2 * n_rows)
+                    batch, characters, n_rows = [], 0, min(_BATCH_ROWS, 2 * n_rows)
         if batch:
             yield batch
 
-    def _examples(self, row: Row) -> Iterator[tuple[Example, _Pending, int]]:
+    def _examples(self, row: Row) -> Iterator[tuple[Pending, int]]:
+        """Yields the examples of a row, each with about the number of its characters."""
         self.n += row.starts
         try:
             if isinstance(row.value, BadRow):
@@ -185,9 +175,10 @@ class _File:
             self.counts["chats"] += 1
             self.counts["tools"] += chat.tools is not None
         weights = (content.weight, -content.weight if self.options.kind == "labels" else content.weight)
-        for i, (example, weight, nbytes) in enumerate(zip(examples, weights, sizes, strict=False)):
-            starts, last = not isinstance(example, Text) or example.starts, i + 1 == len(examples)
-            yield example, _Pending(content.form, weight, 0.0 if i else content.value, starts, last), nbytes
+        for i, (example, weight, n) in enumerate(zip(examples, weights, sizes, strict=False)):
+            value, last = 0.0 if i else content.value, i + 1 == len(examples)
+            starts = not isinstance(example, Text) or example.starts
+            yield Pending(row.number, example, content.form, weight, value, starts, last), n
 
     def _completed(self, example: Example, row: Row) -> Example:
         """An example with --system and --chat-template-kwargs, in a form that the checkpoint can read. Raises
@@ -234,16 +225,16 @@ class _File:
 
     # ------------------------------------------------ tokens
 
-    def _put_all(self, batch: Numbered, codes: Encoded) -> None:
+    def _put_all(self, batch: list[Pending], codes: Encoded) -> None:
         self.counts.update(codes.counts)
         self.unused |= dict.fromkeys(codes.unread)
         start, media = 0, [token for token, _ in self.options.media]
         suspect = len(codes.ids) and (codes.ids.max() >= self.vocabulary or (media and np.isin(codes.ids, media).any()))
-        for i, (length, (number, _)) in enumerate(zip(codes.lengths, batch, strict=True)):
+        for i, (length, pending) in enumerate(zip(codes.lengths, batch, strict=True)):
             ids, trained = codes.ids[start : start + length], codes.trained[start : start + length]
             start += length
             fault = codes.faults.get(i) or (self._fault(ids, trained) if suspect or self.options.kind else "")
-            self._put(number, ids, trained, fault)
+            self._put(pending, ids, trained, fault)
 
     def _fault(self, ids: np.ndarray, trained: np.ndarray) -> str:
         if named := [name for token, name in self.options.media if token in ids]:
@@ -254,15 +245,14 @@ class _File:
             return "has no token"
         return "an answer has no token to learn" if self.options.paired and not trained.any() else ""
 
-    def _put(self, number: int, ids: np.ndarray, trained: np.ndarray, fault: str) -> None:
-        p = self.pending.popleft()
+    def _put(self, p: Pending, ids: np.ndarray, trained: np.ndarray, fault: str) -> None:
         self.documents.append((ids, trained, p))
         self.fault = self.fault or fault
         if not p.last:
             return
         if self.fault:
             self.refused += 1
-            self._reject(number, self.fault)
+            self._reject(p.number, self.fault)
         else:
             self.forms[p.form] += p.starts
             for ids, trained, p in self.documents:

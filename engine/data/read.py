@@ -142,7 +142,7 @@ def _foreign(line: bytes, name: str, suffix: str) -> str:
 
 
 def unpacked(path: Path, raw: BinaryIO) -> BinaryIO:
-    """The bytes of a file. Raises InputError if a package for it is not installed; reading raises DAMAGES."""
+    """The bytes of a file. Raises InputError if a package for it is not installed; reading raises ERRORS."""
     if path.suffix.lower() == ".zst":
         return io.BufferedReader(import_pyarrow(path).CompressedInputStream(raw, "zstd"), _PART)
     return cast(BinaryIO, gzip.open(raw)) if path.suffix.lower() == ".gz" else raw

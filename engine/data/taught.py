@@ -144,11 +144,11 @@ class Teacher:
 
 def places_of(files: Sequence[TokenFile], pieces: np.ndarray) -> np.ndarray:
     """(pieces, 2) int64: the number of a piece's document among those of all files, and its first token in it."""
-    first = np.cumsum([0, *(len(file.offsets) - 1 for file in files)])
+    first = np.cumsum([0, *(file.n_documents for file in files)])
     result = np.zeros((len(pieces), 2), np.int64)
     for i, file in enumerate(files):
         of_file = pieces["file"] == i
-        number = np.searchsorted(file.offsets, pieces["start"][of_file], "right") - 1
+        number = file.documents_at(pieces["start"][of_file])
         result[of_file] = np.stack([first[i] + number, pieces["start"][of_file] - file.offsets[number]], 1)
     return result
 

@@ -23,6 +23,7 @@ import jinja2.parser
 import jinja2.sandbox
 from jinja2 import nodes
 
+from trireme.engine.data.messages import KEYS
 from trireme.engine.data.read import BadRow, Fields
 from trireme.storage.untrusted import shown
 
@@ -31,7 +32,7 @@ Span = tuple[int, int]  # characters [start, stop)
 BUILT_IN = {path.stem: path.read_text() for path in sorted((Path(__file__).parent / "templates").glob("*.jinja"))}
 ALPACA = "Below is an instruction that describes a task"
 PROBE = "Qz7"  # in no template
-THOUGHTS = ("reasoning_content", "thinking", "reasoning")  # keys: `thinking` in gpt-oss, `reasoning` in Solar
+THOUGHTS = KEYS["reasoning_content"]  # `thinking` in gpt-oss, `reasoning` in Solar
 
 _FIXED = ("messages", "tools", "documents", "add_generation_prompt")  # variables
 
@@ -183,15 +184,11 @@ class Template:
         template._variables = self._variables | dict(variables)
         return template
 
-    def text(self, messages: Sequence[Fields], tools: list[Fields] | None, prompt: bool = False) -> str:
-        """`prompt`: adds the opening of the next message. Raises BadRow if the template refuses."""
-        return self._run(messages, tools, prompt)
-
     def render(self, messages: Sequence[Fields], tools: list[Fields] | None, prompt: bool = False) -> Rendering:
-        """No turns are found if the template processes its own output, or a message has a mark. Raises BadRow if the
-        template refuses.
+        """As `text`, with turns, of which none are located if the template processes its own output, or a message has a
+        mark. Raises BadRow if the template refuses.
         """
-        rendering = _read_marks(self._run(messages, tools, prompt, marked=True))
+        rendering = _read_marks(self.text(messages, tools, prompt, marked=True))
         if self._writes_marks and not _has_mark((messages, tools, self._variables)):
             return rendering
         text = self.text(messages, tools, prompt)
@@ -230,7 +227,12 @@ class Template:
         parts = [_part(content)] if isinstance(content, str) and content else content or []
         return message | {"content": [*([_part(thoughts, "thinking")] if thoughts and as_part else []), *parts]}
 
-    def _run(self, messages: Sequence[Fields], tools: list[Fields] | None, prompt: bool, marked: bool = False) -> str:
+    def text(
+        self, messages: Sequence[Fields], tools: list[Fields] | None, prompt: bool = False, marked: bool = False
+    ) -> str:
+        """The text of messages. `prompt`: with the opening of the next one; `marked`: with marks around turns. Raises
+        BadRow if the template refuses.
+        """
         taken = [self._as_taken(message) for message in messages]
         for filled in ({}, {"content": None}):  # of calls alone: some templates ask for null, or for a text
             with suppress(BadRow):

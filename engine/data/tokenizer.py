@@ -23,7 +23,7 @@ import tokenizers
 
 from trireme.engine.data.chat import ChatTemplate
 from trireme.engine.data.forms import Chat
-from trireme.engine.data.read import BadRow
+from trireme.engine.data.read import BadRow, Fields
 from trireme.engine.data.template import BUILT_IN
 from trireme.models.config import InputError
 from trireme.storage.auxiliary import TEMPLATES
@@ -37,7 +37,6 @@ _EXTRA = ("extra_special_tokens", "additional_special_tokens")
 _MARKS = re.compile(r"<\|[\w.-]{1,40}\|>|<｜[^<>｜\s]{1,40}｜>")  # that look like special tokens
 
 Tokens = tuple[np.ndarray, np.ndarray | None]  # ids (n,) int32; offsets (n, 2) int32, in characters, or None
-Fields = dict[str, Any]
 
 
 @dataclass(frozen=True)

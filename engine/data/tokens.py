@@ -78,6 +78,10 @@ class TokenFile:
     def lengths(self) -> np.ndarray:
         return np.diff(self.offsets)
 
+    def documents_at(self, tokens: np.ndarray) -> np.ndarray:
+        """The index of the document that each token, by its number in the file, is of."""
+        return np.searchsorted(self.offsets, tokens, side="right") - 1
+
     def read(self, start: int, stop: int) -> np.ndarray:
         """Tokens [start, stop) as stored, for `decode`. Raises OSError; StoreError if the file was cut."""
         block = os.pread(self.fd, (stop - start) * _SIZE, start * _SIZE)

@@ -9,7 +9,7 @@ from itertools import product
 from trireme.engine.buffers import fits
 from trireme.engine.geometry import Geometry, geometry
 from trireme.engine.plan import Limits, Plan, UnitPlan
-from trireme.engine.planner.rule import Between, all_cuts, fill_ram, largest_fitting, of_first, refusal
+from trireme.engine.planner.rule import Between, all_cuts, base_to_gpu, fill_ram, refusal, wider_window
 from trireme.models.config import ModelConfig
 
 
@@ -56,7 +56,5 @@ def _lowest(geo: Geometry, sizes: Sequence[tuple[int, int]], gpus: int, peers: b
 
 def _filled(geo: Geometry, plan: Plan, limits: Limits) -> Plan:
     """Moves frozen weights to RAM and to the GPU as far as they fit, then makes the window larger."""
-    plan = fill_ram(geo, plan, limits)
-    away = [u for u, unit in enumerate(plan.units) if unit.base != "gpu"]
-    plan = fill_ram(geo, of_first(geo, plan, limits, away, base="gpu"), limits)
-    return largest_fitting(geo, limits, 2, lambda k: replace(plan, window=plan.window + k))
+    plan = base_to_gpu(geo, fill_ram(geo, plan, limits), limits)
+    return wider_window(geo, fill_ram(geo, plan, limits), limits)

@@ -363,11 +363,9 @@ def _parts(geo: Geometry, u: int) -> list[tuple[str, float]]:
     return [(geo.base_names[v], geo.share_of_slice(v)) for v in geo.slices_of[u]] or [(geo.names[u], 1.0)]
 
 
-def rebuilt_seconds(
-    cfg: ModelConfig, u: int, names: frozenset[str], rates: Rates, batch: Batch, itemsize: int = 2
-) -> float:
-    """Seconds of recomputation in backward, for the tensors of a micro-batch of unit u that are not in `names`."""
-    return pass_seconds(measure.rebuilt(cfg, u, batch.tokens, batch.pairs(cfg, u), names, itemsize), rates, batch)
+def rebuilt_seconds(cfg: ModelConfig, u: int, names: frozenset[str], rates: Rates, batch: Batch) -> float:
+    """Seconds of recomputation in backward, for the bf16 tensors of a micro-batch of unit u that are not in `names`."""
+    return pass_seconds(measure.rebuilt(cfg, u, batch.tokens, batch.pairs(cfg, u), names, 2), rates, batch)
 
 
 def pass_seconds(work: Work, rates: Rates, batch: Batch) -> float:

@@ -228,8 +228,8 @@ def _fill(geo: Geometry, plan: Plan, limits: Limits, wanted: Wanted, strategy: S
     if to_gpu:
         plan = _states_to_gpu(geo, plan, limits, n)
     if wanted.free:  # states that were moved to the GPU have freed RAM
-        plan = fill_ram(geo, _base_to_gpu(geo, plan, limits), limits)
-    return largest_fitting(geo, limits, 2, lambda k: replace(plan, window=plan.window + k))
+        plan = fill_ram(geo, base_to_gpu(geo, plan, limits), limits)
+    return wider_window(geo, plan, limits)
 
 
 def _fill_adapted(geo: Geometry, plan: Plan, limits: Limits, wanted: Wanted) -> Plan:
@@ -240,8 +240,8 @@ def _fill_adapted(geo: Geometry, plan: Plan, limits: Limits, wanted: Wanted) -> 
         plan = fill_ram(geo, _inputs_to_ram(geo, plan, limits), limits)
     plan = _keep_activations(geo, plan, limits)
     if wanted.free:
-        plan = fill_ram(geo, _base_to_gpu(geo, plan, limits), limits)
-    return largest_fitting(geo, limits, 2, lambda k: replace(plan, window=plan.window + k))
+        plan = fill_ram(geo, base_to_gpu(geo, plan, limits), limits)
+    return wider_window(geo, plan, limits)
 
 
 def of_first(geo: Geometry, plan: Plan, limits: Limits, units: Sequence[int], **change: Any) -> Plan:
@@ -254,7 +254,13 @@ def of_spread(geo: Geometry, plan: Plan, limits: Limits, units: Sequence[int], *
     return largest_fitting(geo, limits, len(units), lambda k: plan.changed(evenly(units, k), **change))
 
 
-def _base_to_gpu(geo: Geometry, plan: Plan, limits: Limits) -> Plan:
+def wider_window(geo: Geometry, plan: Plan, limits: Limits) -> Plan:
+    """Adds up to two GPU buffers for weights."""
+    return largest_fitting(geo, limits, 2, lambda k: replace(plan, window=plan.window + k))
+
+
+def base_to_gpu(geo: Geometry, plan: Plan, limits: Limits) -> Plan:
+    """Moves frozen weights to the GPU, as far as they fit."""
     left = [u for u, unit in enumerate(plan.units) if unit.base != "gpu"]
     return of_first(geo, plan, limits, left, base="gpu")
 

@@ -91,6 +91,10 @@ class Job:
         return self.read
 
     @property
+    def held_out(self) -> Dataset | None:
+        return self.read and self.read.held_out
+
+    @property
     def on_gpu(self) -> bool:
         return self.device.type == "cuda"
 
@@ -113,7 +117,7 @@ class Job:
     @property
     def eval_rows(self) -> int | None:
         """Held-out rows that an evaluation reads; None: all of them."""
-        held_out, tokens = self.read and self.read.held_out, self.work.held_out
+        held_out, tokens = self.held_out, self.work.held_out
         if held_out is None or tokens >= held_out.tokens:
             return None
         return max(1, round(held_out.n_sequences * tokens / held_out.tokens))
@@ -131,10 +135,8 @@ class Job:
 
 
 def make(o: Options, snapshot: Snapshot | None = None, by_rule: bool = False) -> Job:
-    """Reads and checks what the options name, and makes the plan. `snapshot`: the snapshot that it goes on from.
-    `by_rule`: the plan is not searched for, which takes seconds.
-
-    With several hosts all call it, and get the same plan. Raises InputError, CheckpointError, DoesNotFit.
+    """Reads and checks what the options name, and makes the plan, which is the same on all hosts. `snapshot`: where the
+    run goes on. `by_rule`: without a search, which takes seconds. Raises InputError, CheckpointError, DoesNotFit.
     """
     fixed, clock, group = snapshot.fixed if snapshot else None, screen.clock(), here()
     check_options(o, snapshot)

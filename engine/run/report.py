@@ -44,7 +44,7 @@ PAIRS = "accuracy of pairs"
 
 def lines(job: Job) -> Iterator[str]:
     """The report, in full with --verbose and of a dry run, whose search for what is faster comes last."""
-    f, o, full = job.forecast, job.options, job.options.verbose or job.options.dry_run
+    f, o, held_out, full = job.forecast, job.options, job.held_out, job.options.verbose or job.options.dry_run
     steps_s = job.work.steps * f.step.step_s if job.on_gpu else None
     writes = written(f, job.work.steps, events(job, 0, steps_s))
     rates = forecasts.rates_line(f) if job.on_gpu else ""
@@ -52,7 +52,7 @@ def lines(job: Job) -> Iterator[str]:
     for label, texts in {
         "model": _model(job),
         "data": job.data.report.lines() if job.read else [_no_data(job)],
-        "val": job.data.describe_held_out() if job.read else [],
+        "val": held_out.report.lines() if held_out and not job.data.report.held_out else [],
         "example": map(str.strip, job.data.example(0).split("\n")) if job.read else [],
         "method": [_method(job)],
         "trained": trained_lines(job.cfg, {"--train": o.train, "--freeze": o.freeze}) if o.train or o.freeze else [],
@@ -136,7 +136,7 @@ def _steps(job: Job) -> str:
 
 def _evaluations(job: Job) -> Iterator[str]:
     f = job.forecast
-    if held_out := job.read and job.read.held_out:
+    if held_out := job.held_out:
         n, tokens = f.work.evaluations, f"{compact(f.work.held_out)} of {compact(held_out.tokens)} held-out tokens"
         s = evaluation_s(f, job.eval_rows or held_out.n_sequences)
         yield f"{n:,} on {tokens}{f', {duration(n * s)} in all' if job.on_gpu else ''} (--eval-every, --eval-tokens)"
@@ -183,9 +183,8 @@ def estimate(job: Job, done: int = 0, measured: bool = False) -> dict[Part, floa
 
 def events(job: Job, done: int, steps_s: float | None) -> Events:
     """The parts of a run besides steps, after `done` steps, which take `steps_s`."""
-    o, total, evaluations = job.options, job.work.steps, 0
-    if held_out := job.read and job.read.held_out:
-        evaluations = o.evaluations(done, total, steps_s)
+    o, total, held_out = job.options, job.work.steps, job.held_out
+    evaluations = o.evaluations(done, total, steps_s) if held_out else 0
     compares = job.read and job.preference and job.preference.compares and not done
     snapshots, bests = o.save_every.times(done, total, steps_s), max(0, evaluations - (done == 0) - 1) * job.files.best
     n, exports = held_out.n_sequences if held_out else 0, 1 + o.export_every.times(done, total, steps_s)

@@ -13,7 +13,7 @@ import pytest
 from chats import CHATML, TALK, make_tokenizer
 
 from trireme.engine.data import codec as processes
-from trireme.engine.data.codec import Died, encoded, load_codec
+from trireme.engine.data.codec import Died, Pending, encoded, load_codec
 from trireme.engine.data.dataset import DataOptions, load_dataset
 from trireme.engine.data.forms import Chat, Text
 from trireme.models.config import InputError
@@ -28,7 +28,7 @@ def made(folder, template=CHATML):
 
 
 def chats(*words):
-    return [(i, Chat([{**TALK[0], "content": word}, TALK[1]])) for i, word in enumerate(words, 1)]
+    return [Pending(i, Chat([{**TALK[0], "content": word}, TALK[1]])) for i, word in enumerate(words, 1)]
 
 
 @pytest.mark.parametrize("hostile", ["{% set x = 'a' * 10**11 %}", "{% set x = [0] * 10**10 %}", "{{ messages[9].x }}"])
@@ -61,9 +61,10 @@ def test_a_process_that_dies_is_replaced_and_names_its_row(tmp_path):
     assert len(rows) == 2
     os.kill(codec.submit(in_process.pid).result(), signal.SIGKILL)
     assert codec.decode([68]) == "a"
-    batches, numbers = [[(n, Text("a"))] for n in range(7)] + [[(7, Text("a")), (8, _Abort())]], []
+    batches, numbers = [[Pending(n, Text("a"))] for n in range(7)], []
+    batches.append([Pending(7, Text("a")), Pending(8, _Abort())])
     with pytest.raises(Died) as error:
-        numbers += (number for batch, _ in encoded(codec, batches, 1 << 30) for number, _ in batch)
+        numbers += (pending.number for batch, _ in encoded(codec, batches, 1 << 30) for pending in batch)
     assert error.value.row == 8
     assert numbers == [*range(8)]
     assert codec.decode([68]) == "a"

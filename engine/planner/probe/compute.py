@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -52,14 +52,12 @@ def fp8_rate(device: torch.device) -> float:
     return 2 * n**3 * 5 / timed(lambda: [once() for _ in range(5)], device)
 
 
-def scan_shares(
-    device: torch.device, dtype: torch.dtype, scan: Scan, matmul: float, lengths: Sequence[int] = SCANNED
-) -> dict[str, float]:
+def scan_shares(device: torch.device, dtype: torch.dtype, scan: Scan, matmul: float) -> dict[str, float]:
     """How fast the recurrence `scan` runs on random data, forward and backward, as shares of `matmul`, in FLOP/s."""
-    N, K, H, d, e = sum(lengths), scan.key_heads, scan.heads, scan.key_dim, scan.value_dim
+    N, K, H, d, e = sum(SCANNED), scan.key_heads, scan.heads, scan.key_dim, scan.value_dim
     q, k = (normalize(torch.randn(N, K, d, device=device), dim=-1).to(dtype) for _ in range(2))
     v, dy = (torch.randn(N, H, e, device=device).to(dtype) for _ in range(2))
-    g, beta, docs = -torch.rand(N, H, device=device), torch.rand(N, H, device=device), ops.make_docs(lengths, device)
+    g, beta, docs = -torch.rand(N, H, device=device), torch.rand(N, H, device=device), ops.make_docs(SCANNED, device)
     gradients = [torch.empty_like(t) for t in (q, k, v)]
     passes = {
         "scan": lambda: ops.scan_fwd(q, k, v, g, beta, docs, scan.delta),
