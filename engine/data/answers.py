@@ -83,13 +83,14 @@ def read(
         return _read(forms.normal(raw, renames, table), renames.values(), kind, classes or {})
     except _Misnamed as error:
         fault, ways, advice = str(error), error.ways, error.advice
+    fewest = len(raw) + 1  # columns that a way does not use
     for way in ways:
         names = {theirs: way.get(ours, ours) for theirs, ours in renames.items()}
         names |= {theirs: ours for theirs, ours in way.items() if theirs in raw.keys() - renames.keys()}
         with suppress(BadRow):
-            _read(forms.normal(raw, names, table), names.values(), kind, classes or {})
-            advice = f" Perhaps --map {','.join(f'{ours}={theirs}' for theirs, ours in names.items())}."
-            break
+            unused = len(_read(forms.normal(raw, names, table), names.values(), kind, classes or {}).unused)
+            if unused < fewest:
+                fewest, advice = unused, f" Perhaps --map {','.join(f'{a}={b}' for b, a in names.items())}."
     raise BadRow(fault + advice)
 
 
@@ -108,7 +109,7 @@ def _read(row: Fields, mapped: Collection[str], kind: Kind, classes: Mapping[str
         examples = pair.read(row)
         return Read(pair.name, examples, forms.unused_of(row, pair, examples[0], used_keys), weight, value)
     form = forms.find_form(row, FORMS, mapped)
-    if kind == "":
+    if kind == "" or form is None:
         _refuse_preferences(row, pair, form)
     if form is None:
         raise _unknown(row, FORMS)
@@ -166,7 +167,9 @@ def _refuse_preferences(row: Fields, pair: Form | None, form: Form | None) -> No
     """Raises BadRow if a row is a pair or a labelled answer, with a --map that trains on the good answers."""
     if pair:
         good, bad = pair.keys[-2:]
-        ways = [{good: ours, bad: "unused"} for ours in ("output", "completion", "messages", "text")]
+        ways = [{good: ours, bad: "unused"} for ours in ("messages", "output", "completion")]
+        ways += [{name: "instruction"} | ways[1] for name in _LIKELY["instruction"] if name in row]
+        ways += [{good: "text", bad: "unused"}] if len(row) == 2 else []  # else a prompt would be lost
     elif form and form.keys[0] not in ("text", "input_ids") and str(row.get("label")).strip().lower() in SIGNS:
         ways = [dict.fromkeys(("label", "kto_tag"), "unused")]
     else:
@@ -204,7 +207,8 @@ def _texts(row: Fields, prompt: str | None, good: str, bad: str) -> list[Example
         return [_dialogue(answer, shared.rfind(_ASSISTANT)) for answer in (good, bad)]
     if prompt is None:
         prompt = re.sub(r"\s*\S*\Z", "", shared)
-        ways = [{name: "prompt"} for name in _LIKELY["prompt"] if isinstance(row.get(name), str) and row[name].strip()]
+        named = [name for name in _LIKELY["prompt"] if isinstance(row.get(name), str) and row[name].strip()]
+        ways = [{name: ours} for name in named for ours in ("instruction", "prompt")]  # that a chat template writes
         if ways or not prompt:
             fault = "has no 'prompt', and 'chosen' and 'rejected' are not whole dialogues: --map prompt=YOURS names it"
             raise _Misnamed(f"{fault}, unused=YOURS leaves a column out.", ways)

@@ -178,6 +178,8 @@ def talk(row: Fields, prompt: Any, answer: Any, column: str) -> Chat:
     ends = [role_of(turns[-1]) if turns else "" for turns in (before, after)]
     if ends[0] in ANSWERING or (after and ends[1] not in ANSWERING):
         raise BadRow(f"the prompt ends with {ends[0]!r}, {column!r} with {ends[1]!r}, expected user and then assistant")
+    if after and role_of(after[0]) == ends[0] == "user":
+        raise BadRow(f"{column!r} begins with the user, as a whole conversation: --map messages={column},unused=prompt")
     return _chat(row, [("prompt", before, False), (column, after, True)])
 
 
