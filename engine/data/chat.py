@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
-from itertools import pairwise
 from os.path import commonprefix
 from typing import Any, NamedTuple
 
@@ -124,11 +123,7 @@ class _Style:
         if tags:
             spans = sorted(span for i in (-1, *learned) for span in generated.get(i, ()))
         else:
-            turns = sorted((*span, i) for i, spans in rendering.turns.items() for span in spans)
-            for (_, stop, i), (start, _, j) in pairwise(turns):
-                if start < stop and wanted[i] != wanted[j]:  # the answer of a tool inside of its call
-                    raise _not_located(i if wanted[i] else j)
-            spans = [self._turn(i, messages, rendering) for i in learned]
+            spans = [span for i in learned for span in self._turn(i, messages, rendering)]
         for i, message in enumerate(messages):
             blocks = generated.get(i, generated.get(-1, ()))
             turn = rendering.joined(blocks) if tags and wanted[i] else rendering.written(i) or text
@@ -173,11 +168,13 @@ class _Style:
                 raise _not_written(f"the tool {name!r}", f"{_FILE}, or leave them out: --map unused=tools")
         return rendering, messages
 
-    def _turn(self, i: int, messages: list[Fields], rendering: Rendering) -> Span:
-        """The characters of message i to train on. Raises BadRow if they cannot be located."""
-        spans, opening, before = rendering.turns.get(i, []), None, messages[i - 1]["role"] if i else "user"
-        if len(spans) == 1:
-            (start, stop), text = spans[0], rendering.text
+    def _turn(self, i: int, messages: list[Fields], rendering: Rendering) -> list[Span]:
+        """The characters of message i to train on; several spans where tools answer inside of its turn. Raises BadRow
+        if they cannot be located.
+        """
+        parts, opening, before = rendering.parts(i), None, messages[i - 1]["role"] if i else "user"
+        if parts and len(rendering.turns[i]) == 1 and (len(parts) == 1 or self._divides):
+            text, (start, stop) = rendering.text, parts[0]
             written = text[start:stop]
             opening = next((opening for opening in self._openings(before) if written.startswith(opening)), None)
             if opening is None:  # behind a preface, or without any opening
@@ -189,9 +186,12 @@ class _Style:
                 opening = ""
         if opening is None:
             raise _not_located(i)
-        if self._ends[0].strip():
-            return start + len(opening), start + len(written.rstrip())
-        return start + len(opening), stop + next((len(s) for s in self._stops if text.startswith(s, stop)), 0)
+        parts[0] = start + len(opening), stop
+        spans = [(a, b + next((len(s) for s in self._stops if text.startswith(s, b)), 0)) for a, b in parts]
+        start, stop = parts[-1]
+        if self._ends[0].strip() and stop == rendering.turns[i][0][1]:
+            spans[-1] = start, start + len(text[start:stop].rstrip())
+        return [*spans[:1], *(span for span in spans[1:] if span[0] < span[1])]
 
     # ------------------------------------------------ checks
 
@@ -280,6 +280,18 @@ class _Style:
         if self.template.tags or last.strip() or not earlier.startswith(self._stops):
             return ""
         return earlier if earlier in self._stops else self._eos
+
+    @cached_property
+    def _divides(self) -> bool:
+        """Whether the answer of a tool that stands inside of its call's turn only comes between its parts."""
+        for call, tool in _calls():
+            with suppress(BadRow):
+                whole = self.template.render([_QUESTION, call, tool, _REPLY], self._tools)
+                alone = self.template.render([_QUESTION, call], self._tools).written(1)
+                parts = [whole.text[start:stop] for start, stop in whole.parts(1)]
+                if alone.startswith(parts[0]) and not "".join(parts[1:]).strip():
+                    return True
+        return False
 
     def _openings(self, role: str) -> list[str]:
         """Possible openings of an answer behind a message of that role, the likeliest first: what the prompt adds, and

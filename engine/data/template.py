@@ -47,10 +47,17 @@ class Rendering(NamedTuple):
     text: str
     turns: dict[int, list[Span]]  # of a message, what its turns of loops wrote, none empty
     generated: dict[int, list[Span]]  # the same inside {% generation %}; -1: of no message
+    inside: Mapping[int, list[Span]] = {}  # turns of others in those of a message: Gemma 4's answers of tools
+
+    def parts(self, message: int) -> list[Span]:
+        """The turns of a message without those of others inside."""
+        spans = (*self.turns.get(message, ()), *self.inside.get(message, ()))
+        edges = sorted(edge for span in spans for edge in span)
+        return [(start, stop) for start, stop in zip(edges[::2], edges[1::2], strict=True) if start < stop]
 
     def written(self, message: int) -> str:
-        """What the turns of a message wrote."""
-        return self.joined(self.turns.get(message, ()))
+        """What the turns of a message wrote, without those of others inside."""
+        return self.joined(self.parts(message))
 
     def joined(self, spans: Iterable[Span]) -> str:
         return "".join(self.text[start:stop] for start, stop in spans)
@@ -263,7 +270,7 @@ def thoughts_of(message: Fields) -> Any:
 
 def _read_marks(marked: str) -> Rendering:
     parts = list[str]()
-    turns, generated = dict[int, list[Span]](), dict[int, list[Span]]()
+    turns, generated, inside = dict[int, list[Span]](), dict[int, list[Span]](), dict[int, list[Span]]()
     open_turns, open_blocks = list[tuple[int, int]](), list[tuple[int, int]]()  # (message, start)
     position = end = 0
     for mark in _MARK.finditer(marked):
@@ -278,5 +285,7 @@ def _read_marks(marked: str) -> Rendering:
             message, start = unclosed.pop() if unclosed else (0, position)
             if start < position:
                 written.setdefault(message, []).append((start, position))
+                if written is turns and open_turns and open_turns[-1][0] != message:
+                    inside.setdefault(open_turns[-1][0], []).append((start, position))
     parts.append(marked[end:])
-    return Rendering("".join(parts), turns, generated)
+    return Rendering("".join(parts), turns, generated, inside)

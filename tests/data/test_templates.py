@@ -1,6 +1,7 @@
 """Chat templates: the text of transformers, the masks of TRL's tags, and where answers are found without tags."""
 
 import json
+import re
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -122,18 +123,13 @@ def test_texts_of_transformers(name, tmp_path):
     from chats import make_tokenizer
 
     make_tokenizer(tmp_path)
-    peer, source, n = (
-        transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path),
-        (FILES / f"{name}.jinja").read_text(),
-        0,
-    )
+    peer = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    source, n = (FILES / f"{name}.jinja").read_text(), 0
     for talk in TALKS.values():
         row = row_of([{k: v for k, v in message.items() if k != "train"} for message in talk])
         try:
             found, _ = marked(source, talk, (), ("bos_token", "eos_token"))
-            theirs = peer.apply_chat_template(
-                row["messages"], tools=row.get("tools"), chat_template=source, tokenize=False
-            )
+            theirs = peer.apply_chat_template(row["messages"], row.get("tools"), chat_template=source, tokenize=False)
         except Exception:  # the template refuses it, there or here
             continue
         n += 1
@@ -143,14 +139,18 @@ def test_texts_of_transformers(name, tmp_path):
                 for call in message.get("tool_calls", []):
                     given = call["function"]["arguments"]
                     call["function"]["arguments"] = json.loads(given) if isinstance(given, str) else json.dumps(given)
-            theirs = peer.apply_chat_template(
-                row["messages"], tools=row.get("tools"), chat_template=source, tokenize=False
-            )
+            theirs = peer.apply_chat_template(row["messages"], row.get("tools"), chat_template=source, tokenize=False)
         assert ours == theirs, name
     assert n >= 3
 
 
 ASKED = "{% if add_generation_prompt %}<assistant>{% endif %}"
+ANSWERED = (  # tools answer inside of the turn of their calls, as in Gemma 4
+    "{{ (tools or []) | tojson }}{% for m in messages %}{% set i = loop.index %}{% if m.role != 'tool' %}"
+    "{{ '<' + m.role + '>' }}{% for c in m.tool_calls or [] %}[{{ c.function.name }}]{% endfor %}({% for t in messages"
+    "[i:] %}{% if t.role != 'tool' %}{% break %}{% endif %}{{ '!' + t.content }}{% endfor %}){{ m.content }}"
+    "{% endif %}{% endfor %}" + ASKED
+)
 FOUND = [  # template, talk, what is trained, joined by |
     (CHATML, "one turn", "Hello.<|im_end|>"),
     ("{# {% generation %} #}" + CHATML, "one turn", "Hello.<|im_end|>"),
@@ -168,6 +168,8 @@ FOUND = [  # template, talk, what is trained, joined by |
         "equal words",
         "same|same",
     ),
+    (re.sub("[()](?=[{])", "", ANSWERED), "two calls", "[tide_at][tide_at]|2.1 m and 1 m."),
+    (re.sub("[()](?=[{])", "", ANSWERED), "words and call", "[tide_at]|Look.|2.1 m."),
 ]
 
 
@@ -207,6 +209,7 @@ REFUSED = [  # template, talk, a word of the fault
     (PAIRED[1], "short words", "located"),
     (INSIDE, "call", "message 1"),
     (INSIDE, "two calls", "message 1"),
+    (ANSWERED, "two calls", "message 1"),
 ]
 
 
