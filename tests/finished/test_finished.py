@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from runs import CLASSES, FINISHED, PAIRS, last_eval, write_rows
+from runs import CLASSES, FINISHED, PAIRS, records, write_rows
 from safetensors.numpy import load_file
 
 import trireme
@@ -24,7 +24,7 @@ METHOD = {"dpo": ["--method", "dpo"]}
 def test_eval_says_what_the_run_has_said_last(name, finished, said):
     out, data = finished(name)
     printed, _ = said("eval", out, "--data", data, *METHOD.get(name, []))
-    wanted = last_eval(out)
+    wanted = records(out, "eval_loss")[-1]
     assert f"loss {wanted['eval_loss']:.4f}" in printed
     figures = trireme.evaluate(out, data, **({"method": "dpo"} if name == "dpo" else {}))
     assert figures["loss"] == pytest.approx(wanted["eval_loss"], abs=1e-6)

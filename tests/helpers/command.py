@@ -24,9 +24,6 @@ def fails(capsys, here: Path, *argv: str, code: int = 2) -> str:
     return err
 
 
-TRAIN = ("model", "--data", "stories.txt", "--out", "out", "--seq-len", "64", "--max-steps", "2")
-
-
 def write(path: str, text: str | bytes) -> None:
     Path(path).write_bytes(text.encode() if isinstance(text, str) else text)
 

@@ -128,16 +128,8 @@ def _command(
         for fd in (1, 2):
             os.dup2(said, fd)
         sys.stdout, sys.stderr = (os.fdopen(fd, "w", buffering=1, closefd=False) for fd in (1, 2))
-        evaluate.LONGEST = 0.0  # a sample is one token
         opening.cache_folder = lambda: cache
-        real, evaluates, steps = evaluate.Evaluator.loss, loop.Run.evaluate, [0]
-
-        def worse(*given):
-            loss, metrics = real(*given)
-            return loss + abs(steps[-1] - place.best), metrics
-
-        loop.Run.evaluate = lambda run: (steps.append(run.done.step), evaluates(run))[1]
-        evaluate.Evaluator.loss = worse
+        set_best(place.best)
         watch()
         if stop:
             _stop_in_step(stop)
@@ -146,6 +138,19 @@ def _command(
         traceback.print_exc()
     finally:
         os._exit(code)
+
+
+def set_best(step: int) -> None:
+    """Runs of this process evaluate best in a step, and sample one token."""
+    evaluate.LONGEST = 0.0
+    real, evaluates, steps = evaluate.Evaluator.loss, loop.Run.evaluate, [0]
+
+    def worse(*args):
+        loss, metrics = real(*args)
+        return loss + abs(steps[-1] - step), metrics
+
+    loop.Run.evaluate = lambda run: (steps.append(run.done.step), evaluates(run))[1]
+    evaluate.Evaluator.loss = worse
 
 
 def _stop_in_step(stop: int) -> None:
@@ -254,13 +259,7 @@ class Bench:
         ]
 
     def differs(self, place: str, out: Path) -> str:
-        """What a run has left that the undisturbed one has not, or the other way round; empty where all is equal."""
-        whole, files = self.whole[place], files_of(out)
-        if names := whole.files.keys() ^ files.keys():
-            return "left or lacking: " + ", ".join(sorted(names)[:4])
-        if other := [name for name, content in whole.files.items() if files[name] != content]:
-            return "other bytes in " + ", ".join(other)
-        return "" if records_of(out) == whole.records else "another log"
+        return difference(self.whole[place].files, self.whole[place].records, out)
 
 
 def make_bench(folder: Path) -> Bench:
@@ -285,6 +284,16 @@ def files_of(folder: Path) -> dict[str, bytes | None]:
     """Every file below with its bytes, but for those of TIMED, and every folder."""
     paths = sorted(folder.rglob("*"))
     return {str(p.relative_to(folder)): p.read_bytes() if p.is_file() and p.name not in TIMED else None for p in paths}
+
+
+def difference(expected: dict[str, bytes | None], records: list[tuple], out: Path) -> str:
+    """What a run has left that the undisturbed one has not, or the other way round; empty where all is equal."""
+    files = files_of(out)
+    if names := expected.keys() ^ files.keys():
+        return "left or lacking: " + ", ".join(sorted(names)[:4])
+    if other := [name for name, content in expected.items() if files[name] != content]:
+        return "other bytes in " + ", ".join(other)
+    return "" if records_of(out) == records else "another log"
 
 
 def records_of(out: Path) -> list[tuple]:

@@ -251,9 +251,3 @@ FINISHED = {  # options of each run
     "classify lora": dict(rows="classes.jsonl", method="classify", lora=4),
     "reward": dict(rows="pairs.jsonl", method="reward", center_rewards_coefficient=0.2),
 }
-
-
-def last_eval(out: Path) -> dict:
-    """The last evaluation in a run's log."""
-    rows = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
-    return [row for row in rows if "eval_loss" in row][-1]

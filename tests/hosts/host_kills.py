@@ -13,10 +13,8 @@ import struct
 from dataclasses import dataclass
 from pathlib import Path
 
-from kills import COMMANDS, GOLDEN, Bench, Trial, files_of, records_of, watch_files
+from kills import COMMANDS, GOLDEN, Bench, Trial, difference, files_of, records_of, set_best, watch_files
 from runs import HostRun
-
-from trireme.engine.run import evaluate, loop
 
 KINDS = {
     "whole": (),
@@ -52,15 +50,7 @@ def go(
     notes = [mmap.mmap(-1, 64) for _ in range(hosts)]
 
     def changed(host: int) -> None:
-        evaluate.LONGEST = 0.0
-        real, evaluates, steps = evaluate.Evaluator.loss, loop.Run.evaluate, [0]
-
-        def worse(*given):
-            loss, metrics = real(*given)
-            return loss + abs(steps[-1] - BEST), metrics
-
-        loop.Run.evaluate = lambda run: (steps.append(run.done.step), evaluates(run))[1]
-        evaluate.Evaluator.loss = worse
+        set_best(BEST)
         watch_files(str(inside), before * (host == victim), late * (host == victim), notes[host])
 
     run = HostRun(inside / "said", hosts, argv, changed)
@@ -105,13 +95,9 @@ def trial(bench: Bench, wholes: dict[str, Whole], seed: int) -> Trial:
         codes, said, _ = go(argv, hosts, folder)
     if not ended:
         made.wrong = f"{argv[0]} on {hosts}: exit {codes}: {[text.strip().splitlines()[-1:] for text in said]}"
-    elif names := known.files.keys() ^ (files := files_of(out)).keys():
-        made.wrong = "left or lacking: " + ", ".join(sorted(names)[:4])
-    elif other := [name for name, content in known.files.items() if files[name] != content]:
-        made.wrong = "other bytes in " + ", ".join(other)
-    elif records_of(out) != known.records:
-        made.wrong = "another log"
-    elif store and any(path.is_file() for path in store.rglob("*")):
+    else:
+        made.wrong = difference(known.files, known.records, out)
+    if not made.wrong and store and any(path.is_file() for path in store.rglob("*")):
         made.wrong = "left in the store"
     if not made.wrong:
         shutil.rmtree(folder)

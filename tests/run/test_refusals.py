@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import yaml
-from command import TRAIN, fails, write
+from command import fails, write
 
 from trireme.engine.plan import Limits
 from trireme.engine.planner.rule import Wanted, simple_plan
@@ -52,8 +52,15 @@ REFUSED = [
     (f"{RUN} --lora-alpha 16", 2, "--lora-alpha.*--lora 16", f"{RUN} --lora-alpha 16 --lora 16 {SMALL}"),
     (f"{RUN} --top-k 8", 2, "--top-k.*--teacher", None),
     (f"{RUN} --lora 4 --freeze *embed*", 2, "--lora does not go with --freeze", None),
+    (f"{RUN} --lora 100000", 2, "rank", None),
+    (f"{RUN} --lora 4 --lora-targets query", 2, "query", None),
+    (f"{RUN} --lora 4 --adapter model", 2, "--adapter.*--lora|--lora.*--adapter", None),
+    (f"{RUN} --merge", 2, "--merge.*--lora 16", f"{RUN} --merge --lora 16 {SMALL}"),
+    (f"{RUN} --freeze *q_porj*", 2, "q_porj.*q_proj", None),
+    (f"{RUN} --train lm_head*", 2, "lm_head.*model.embed", None),
     (f"{RUN} --merge-aware", 2, "--merge-aware.*--lora 16", None),
     (f"{RUN} --lora 4 --merge-aware", 2, "--merge-aware.*packed", f"{RUN} --lora 4 {SMALL}"),
+    ("broken --data stories.txt", 2, "broken/model.safetensors", None),
     (f"{RUN} --router-aux 0.1", 2, "--router-aux.*no experts", None),
     (f"{RUN} --export best", 2, "--export.*--val", f"{RUN} --export best --val 0.2 {SMALL}"),
     (f"{RUN} --eval-every 1", 2, "--eval-every.*--val", None),
@@ -90,6 +97,8 @@ def place(here):
     Path("gguf").mkdir()
     shutil.copy("model/config.json", "gguf")
     write("gguf/model-q4.gguf", b"GGUF")
+    shutil.copytree("model", "broken")
+    write("broken/model.safetensors", b"x" * 100)
     rows = [dict(prompt=f"{i} is", chosen=f" {i}", rejected=f" {i + 1}") for i in range(20)]
     write("pairs.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
     Path("busy").mkdir()
@@ -182,12 +191,6 @@ def test_data_without_a_tokenizer_is_counted_by_its_bytes(here, capsys):
     assert cli.main(words.split()) == 0
     tokens = Path("stories.txt").stat().st_size / 4
     assert f"about {tokens / 1000:.3g}k tokens" in capsys.readouterr().out
-
-
-def test_a_run_that_fails_leaves_nothing(here, capsys, monkeypatch):
-    """Whatever fails: the model, the data, loading."""
-    write("model/model.safetensors", b"x" * 100)
-    fails(capsys, here, *TRAIN)
 
 
 @pytest.mark.full

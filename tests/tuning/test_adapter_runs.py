@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from adapters_of_peft import loaded, set_keys, tensors_of
+from adapters_of_peft import set_keys, tensors_of
 from engines import write_plan
 from runs import losses, options, stopped
 from safetensors.torch import load_file
@@ -51,12 +51,6 @@ def same(out, whole) -> None:
     assert tensors.keys() == whole[0].keys()
     assert all(torch.equal(t, whole[0][name]) for name, t in tensors.items())
     assert losses(out) == whole[1]
-
-
-@pytest.mark.full
-def test_the_base_may_lie_on_the_ssd(checkpoint, whole, far):
-    train(adapters(checkpoint, "far", plan=far))
-    same(checkpoint / "far", whole)
 
 
 @pytest.mark.full
@@ -115,21 +109,6 @@ def test_a_base_that_changed_is_refused(checkpoint, whole, far, monkeypatch):
 
 
 @pytest.mark.full
-def test_peft_opens_it_and_merged_it_computes_the_same(checkpoint, whole):
-    import peft
-
-    ids, base = torch.arange(3, 40)[None], loaded(checkpoint / "checkpoint")
-    with torch.no_grad():
-        plain = base(ids).logits
-        adapted = peft.PeftModel.from_pretrained(base, checkpoint / "whole")(ids).logits
-        merged = loaded(checkpoint / "whole/merged")(ids).logits
-    assert not torch.allclose(plain, adapted, atol=1e-2)
-    assert torch.allclose(merged, adapted, atol=1e-2)  # the checkpoint is bf16 or fp32
-    config = json.loads((checkpoint / "whole/adapter_config.json").read_text())
-    assert config["base_model_name_or_path"] == str(checkpoint / "checkpoint")
-
-
-@pytest.mark.full
 def test_a_part_of_the_layers_is_trained_further_with_its_dropout(checkpoint, whole):
     part = Path(shutil.copytree(checkpoint / "whole", checkpoint / "part"))
     with tensors_of(part) as tensors:
@@ -170,27 +149,6 @@ def test_a_refusal_offers_what_fits(checkpoint):
         with pytest.raises(DoesNotFit) as refused:
             train(replace(small, **change))
         assert offers in str(refused.value)
-
-
-BAD = {
-    "a pattern without a match": (dict(freeze=("*q_porj*",)), "Near it"),
-    "the output matrix of a tied model": (dict(train=("lm_head*",)), "model.embed"),
-    "patterns and adapters": (dict(freeze=("*norm*",), lora=4), "--freeze"),
-    "a rank above the width": (dict(lora=100_000), "rank"),
-    "no such target": (dict(lora=4, lora_targets=("query",)), "query"),
-    "alpha without a rank": (dict(lora_alpha=3.0), "--lora 16"),
-    "merge without adapters": (dict(merge=True), "--lora 16"),
-    "an adapter and a rank": (dict(adapter="x", lora=4), "--lora"),
-    "no adapter": (dict(adapter="nowhere"), "nowhere"),
-}
-
-
-@pytest.mark.parametrize("case", BAD)
-def test_what_fits_nothing_is_one_line(checkpoint, case):
-    change, culprit = BAD[case]
-    with pytest.raises(InputError, match=culprit) as refused:
-        make(options(checkpoint, checkpoint / "bad", "gpu", **change))
-    assert "\n" not in str(refused.value)
 
 
 # ---------------------------------------------------------------- scales
