@@ -74,6 +74,8 @@ class ChatTemplate:
 
     def prompt(self, chat: Chat) -> str:
         """Messages to answer as `mark` writes them, with the opening of the answer. Raises BadRow."""
+        if chat.messages and chat.messages[-1]["role"] == "assistant":
+            raise BadRow("the last message is the assistant's: leave it out, as it is to be written")
         rendering, _ = self._style(chat.tools, chat.variables).written(chat, prompt=True)
         return rendering.text
 

@@ -106,6 +106,10 @@ PROMPTS = {
     "no rows": ("\n\n", "p.jsonl"),
     "no JSON": ("{\n", "p.jsonl"),
     "another key": ('{"text": "x"}\n', "p.jsonl prompt 1"),
+    "an answer": (
+        '{"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]}',
+        "prompt 1",
+    ),
     "no role": ('{"messages": [{"content": "y"}]}\n', "p.jsonl prompt 1"),
 }
 

@@ -68,8 +68,7 @@ class Speaker:
         is made. `hear`: hears of the text of a single prompt.
         """
         if len(prompts) > AT_ONCE:
-            rest = self.answers(prompts[AT_ONCE:], first + AT_ONCE)
-            return self.answers(prompts[:AT_ONCE], first) + rest
+            return self.answers(prompts[:AT_ONCE], first) + self.answers(prompts[AT_ONCE:], first + AT_ONCE)
         new, length = list[int](), 0
         dice = [torch.Generator().manual_seed(self.sampling.seed + first + i) for i in range(len(prompts))]
 
@@ -137,8 +136,7 @@ def speaking(o: Sample, prompts: Sequence[Any]) -> Iterator[tuple[Speaker, list[
     tokens = [_tokens(codec, o, prompt, f"{name} {i + 1}") for i, prompt in enumerate(prompts)]
     _check(tokens, positions)
     longest = max(map(len, tokens), default=min(CONTEXT, positions - 1))
-    new = min(o.max_new_tokens, positions - longest)
-    with computing(f, o, longest, min(AT_ONCE, max(1, len(prompts))), new) as e:
+    with computing(f, o, longest, min(AT_ONCE, max(1, len(prompts))), min(o.max_new_tokens, positions - longest)) as e:
         screen.say(f"sample   {sampling}")
         yield Speaker(e, codec, sampling, o), tokens
 
@@ -206,8 +204,7 @@ def _converse(speaker: Speaker, write: Hear) -> None:
                 while len(ids := tokens(turns)) + room > positions and len(turns) > 2:
                     turns = turns[2:]
                 if dropped := (before + 1 - len(turns)) // 2:
-                    why_dropped = f"to fit in {positions:,} tokens"
-                    screen.say(f"note: the oldest {count(dropped, 'turn')} left out, {why_dropped}")
+                    screen.say(f"note: the oldest {count(dropped, 'turn')} left out, to fit in {positions:,} tokens")
                 _check([ids], positions)
             except InputError as error:
                 screen.warn(str(error))
