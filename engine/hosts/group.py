@@ -48,11 +48,11 @@ def place() -> Place:
     return Place(rank, hosts, local, local_hosts, names["MASTER_ADDR"], _number(names, "MASTER_PORT", 1, 65535))
 
 
-def _number(names: Mapping[str, str], name: str, least: int, most: int) -> int:
+def _number(names: Mapping[str, str], name: str, low: int, high: int) -> int:
     text = names.get(name, "")
-    if not (re.fullmatch("[0-9]{1,18}", text) and least <= int(text) <= most):
+    if not (re.fullmatch("[0-9]{1,18}", text) and low <= int(text) <= high):
         state = f"is {text!r}" if text else "is not set"
-        expected = f"a number from {least} to {most}. Set it as torchrun does, or unset it"
+        expected = f"a number from {low} to {high}. Set it as torchrun does, or unset it"
         raise InputError(f"{name} of the environment {state}; expected {expected}.")
     return int(text)
 
@@ -94,9 +94,9 @@ class Alone:
         """The text of each host."""
         return [text]
 
-    def numbers(self, numbers: Sequence[float], most: int) -> list[float]:
-        """The numbers of all hosts, in order. A host gives `most` of them at most."""
-        assert len(numbers) <= most
+    def numbers(self, numbers: Sequence[float], limit: int) -> list[float]:
+        """The numbers of all hosts, in order. A host gives `limit` of them at most."""
+        assert len(numbers) <= limit
         return list(numbers)
 
     def values(self, value: float) -> list[float]:
@@ -111,33 +111,33 @@ class Alone:
         """The answer of host 0. It decides about time, since clocks differ."""
         return bool(self.values(answer)[0])
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         """Returns when all hosts have called it."""
         self.numbers([], 1)
 
-    def agree(self, what: str, values: Mapping[str, object], way: str) -> None:
-        """Raises InputError if a host's `values` (as JSON) differ from those of host 0. `way`: what the user can do."""
+    def agree(self, kind: str, values: Mapping[str, object], advice: str) -> None:
+        """Raises InputError if a host's `values` (as JSON) differ from those of host 0. `advice`: for the user."""
 
-    def tell(self, why: str) -> None:
+    def tell(self, reason: str) -> None:
         """Ends all other hosts, because this one is about to end and its cleanup may wait for them."""
 
-    def failed(self, error: BaseException) -> None:
+    def fail(self, error: BaseException) -> None:
         """As `tell`, for an error, unless all know already."""
-        where = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.strerror else ""
+        text = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.strerror else ""
         if not isinstance(error, LostHost):
-            self.tell(where or str(error) or type(error).__name__.replace("KeyboardInterrupt", "interrupted"))
+            self.tell(text or str(error) or type(error).__name__.replace("KeyboardInterrupt", "interrupted"))
 
 
 class Group(Alone):
     """Several hosts. All methods raise LostHost."""
 
-    def __init__(self, at: Place, late: Callable[[str], object], silent: float | None = None):
-        """Returns once all are here. `late`, `silent`: as of Wire."""
+    def __init__(self, place: Place, on_timeout: Callable[[str], object], timeout_s: float | None = None):
+        """Returns once all are here. `on_timeout`, `timeout_s`: as of Wire."""
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")  # else its store prints stacks while hosts connect
         from trireme.engine.hosts.wire import SILENT, Wire  # late: torch takes seconds
 
-        self.host, self.hosts, self.local_hosts = at.host, at.hosts, at.local_hosts
-        self.wire = Wire(at, late, silent or SILENT)
+        self.host, self.hosts, self.local_hosts = place.host, place.hosts, place.local_hosts
+        self.wire = Wire(place, on_timeout, timeout_s or SILENT)
 
     def texts(self, text: str) -> list[str]:
         import torch
@@ -147,21 +147,21 @@ class Group(Alone):
         padded = torch.frombuffer(bytearray(content.ljust(max(sizes, default=0) + 1)), dtype=torch.uint8)
         return [bytes(part[:n].numpy()).decode() for part, n in zip(self._gathered(padded), sizes, strict=True)]
 
-    def numbers(self, numbers: Sequence[float], most: int) -> list[float]:
+    def numbers(self, numbers: Sequence[float], limit: int) -> list[float]:
         import torch
 
-        assert len(numbers) <= most
-        padded = torch.zeros(1 + most, dtype=torch.float64)
+        assert len(numbers) <= limit
+        padded = torch.zeros(1 + limit, dtype=torch.float64)
         padded[: 1 + len(numbers)] = torch.tensor([float(len(numbers)), *numbers], dtype=torch.float64)
         return [x for n, *numbers in (part.tolist() for part in self._gathered(padded)) for x in numbers[: int(n)]]
 
-    def agree(self, what: str, values: Mapping[str, object], way: str) -> None:
+    def agree(self, kind: str, values: Mapping[str, object], advice: str) -> None:
         hashes = {key: hashlib.sha256(json.dumps(value).encode()).hexdigest() for key, value in values.items()}
-        first, *others = (json.loads(text) for text in self.texts(json.dumps(hashes)))
-        for host, theirs in enumerate(others, 1):
-            if theirs != first:
-                keys = [key for key in {**first, **theirs} if first.get(key) != theirs.get(key)]
-                raise InputError(f"host {host} was started with other {what} than host 0: {', '.join(keys)}. {way}.")
+        first, *replies = (json.loads(text) for text in self.texts(json.dumps(hashes)))
+        for host, reply in enumerate(replies, 1):
+            if reply != first:
+                keys = [key for key in {**first, **reply} if first.get(key) != reply.get(key)]
+                raise InputError(f"host {host} was started with other {kind} than host 0: {', '.join(keys)}. {advice}.")
 
     def _gathered(self, part: Tensor) -> list[Tensor]:
         import torch
@@ -178,40 +178,40 @@ class Group(Alone):
         assert self.wire is not None
         block, seconds = torch.zeros(TRIAL, dtype=torch.uint8), 0.0
         for _ in range(2):  # the first is slower: TCP begins with small windows
-            self.meet()
+            self.barrier()
             start = time.monotonic()
             self.wire.exchange("net", (self.host + 1) % self.hosts, (self.host - 1) % self.hosts, block)
             seconds = time.monotonic() - start
         return TRIAL / max(1e-9, *self.values(seconds))
 
-    def tell(self, why: str) -> None:
+    def tell(self, reason: str) -> None:
         assert self.wire is not None
-        self.wire.tell(f"host {self.host}: {why}")
+        self.wire.tell(f"host {self.host}: {reason}")
         self.wire.cut()
 
 
-_here = Alone()
+_world = Alone()
 
 
-def here() -> Alone:
+def world() -> Alone:
     """The hosts of this process's run."""
-    return _here
+    return _world
 
 
 @contextmanager
-def joined(at: Place, late: Callable[[str], object], silent: float | None = None) -> Iterator[Alone]:
-    """The hosts, while this one takes part; an exception within ends all. `late`, `silent`: as of Wire."""
-    global _here  # noqa: PLW0603
-    if at.hosts == 1:
-        yield _here
+def joined(place: Place, on_timeout: Callable[[str], object], timeout_s: float | None = None) -> Iterator[Alone]:
+    """The hosts, while this one takes part; an exception within ends all. `on_timeout`, `timeout_s`: as of Wire."""
+    global _world  # noqa: PLW0603
+    if place.hosts == 1:
+        yield _world
         return
-    _here = group = Group(at, late, silent)
+    _world = group = Group(place, on_timeout, timeout_s)
     assert group.wire is not None
     try:
         yield group
     except BaseException as error:
-        group.failed(error)
+        group.fail(error)
         raise
     finally:
-        _here = Alone()
+        _world = Alone()
         group.wire.close()

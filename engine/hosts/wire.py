@@ -36,40 +36,40 @@ LOST = "host {} is lost or hangs"
 class Wire:
     """Implements the Wire of engine/gradients.py. Methods raise LostHost."""
 
-    def __init__(self, at: Place, late: Callable[[str], object], silent: float = SILENT):
-        """Returns when all hosts are connected. `late(why)`: called by a thread when the run must end and main does
-        not: waits for a host that hangs cannot be ended. `silent`: seconds after which a host without a sign hangs.
+    def __init__(self, place: Place, on_timeout: Callable[[str], object], timeout_s: float = SILENT):
+        """Returns when all hosts are connected. `on_timeout(reason)`: called by a thread when the run must end and main
+        does not: waits for a host that hangs cannot be ended. `timeout_s`: seconds until a silent host hangs.
         """
-        self.host, self.hosts, self._late, self._silent = at.host, at.hosts, late, silent
+        self.host, self.hosts, self._on_timeout, self._timeout_s = place.host, place.hosts, on_timeout, timeout_s
         self.waits = False  # the run's own thread does, for another host
-        why = f"not all hosts are connected after {MEETING.seconds} s. Are MASTER_ADDR and MASTER_PORT those of host 0?"
-        timer = threading.Timer(MEETING.seconds + GRACE, late, [why])  # another program at that port may not answer
+        msg = f"not all hosts are connected after {MEETING.seconds} s. Are MASTER_ADDR and MASTER_PORT those of host 0?"
+        timer = threading.Timer(MEETING.seconds + GRACE, on_timeout, [msg])  # a program at that port may not answer
         timer.daemon = True
         timer.start()
         try:
-            self.store = _open_store(at)
-            self.address = self._meet(at)
+            self.store = _open_store(place)
+            self.address = self._meet(place)
             self._groups = {name: self._connect(name) for name in CHANNELS}
-        except (RuntimeError, OSError, ValueError) as error:
-            text = str(error).splitlines()[0]
+        except (RuntimeError, OSError, ValueError) as exc:
+            text = str(exc).splitlines()[0]
             if "EADDRINUSE" in text:
-                raise InputError(f"MASTER_PORT {at.port} is in use on this host. Give another one to all.") from error
-            raise LostHost(f"host 0 at {at.address}, port {at.port}: {text}") from error
+                raise InputError(f"MASTER_PORT {place.port} is in use on this host. Give another one to all.") from exc
+            raise LostHost(f"host 0 at {place.address}, port {place.port}: {text}") from exc
         finally:
             timer.cancel()
-        self._over, self._why = threading.Event(), ""
+        self._closed, self._reason = threading.Event(), ""
         threading.Thread(target=self._watch, name="hosts", daemon=True).start()
 
-    def _meet(self, at: Place) -> str:
+    def _meet(self, place: Place) -> str:
         """Waits for all hosts; returns the address at which this one listens, that of its route to host 0.
 
         On host 0 its own name may be a loopback address (127.0.1.1 on Ubuntu): then it is the one that other machines
         have for it. Raises LostHost.
         """
-        route, master = _route(at)
-        local = ip_address(route).is_loopback
+        route, master = _route(place)
+        is_loopback = ip_address(route).is_loopback
         self.store.add(f"beat {self.host}", 0)
-        self.store.set(f"master {self.host}", "" if local else master)
+        self.store.set(f"master {self.host}", "" if is_loopback else master)
         keys = [f"master {host}" for host in range(self.hosts)]
         try:
             self.store.wait(keys, MEETING)
@@ -77,12 +77,12 @@ class Wire:
             missing = [f"host {host}" for host, key in enumerate(keys) if not self.store.check([key])]
             raise LostHost(f"{', '.join(missing)} did not connect within {MEETING.seconds} s") from None
         masters = [text.decode() for text in self.store.multi_get(keys)]
-        return next(filter(None, masters), route) if local else route
+        return next(filter(None, masters), route) if is_loopback else route
 
     def _connect(self, name: str) -> Any:
         """A group of all hosts. Made directly, since init_process_group takes no address."""
-        by_user = os.environ.get("GLOO_SOCKET_IFNAME")
-        device = ProcessGroupGloo.create_device(**({"interface": by_user} if by_user else {"hostname": self.address}))
+        nic = os.environ.get("GLOO_SOCKET_IFNAME")
+        device = ProcessGroupGloo.create_device(**({"interface": nic} if nic else {"hostname": self.address}))
         options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices, options._timeout = [device], MEETING
         return ProcessGroupGloo(PrefixStore(name, self.store), self.host, self.hosts, options)
@@ -91,18 +91,18 @@ class Wire:
 
     def _move(self, queue: str, sent: Sequence[tuple[int, Tensor]], received: Sequence[tuple[int, Tensor]]) -> None:
         """Sends and receives (host, tensor) at once; returns when all have arrived."""
-        channel, other, moving = queue.partition("_")[0], 0, []
+        channel, host, works = queue.partition("_")[0], 0, []
         if channel == CONTROL:
             self.waits = True
         try:
             group = self._groups[channel]
             for move, pairs in ((group.recv, received), (group.send, sent)):
-                for other, tensor in pairs:
-                    moving += [(other, move([tensor], other, 0))] if tensor.numel() else []
-            for other, work in moving:  # noqa: B007 (the error names it)
+                for host, tensor in pairs:
+                    works += [(host, move([tensor], host, 0))] if tensor.numel() else []
+            for host, work in works:  # noqa: B007 (the error names it)
                 work.wait(NEVER)
         except (RuntimeError, KeyError) as error:
-            raise LostHost(self.reason(other)) from error
+            raise LostHost(self.reason(host)) from error
         finally:
             if channel == CONTROL:
                 self.waits = False
@@ -113,26 +113,26 @@ class Wire:
     def receive(self, queue: str, host: int, tensor: Tensor) -> None:
         self._move(queue, [], [(host, tensor)])
 
-    def exchange(self, queue: str, to: int, source: int, block: Tensor) -> None:
+    def exchange(self, queue: str, target: int, source: int, block: Tensor) -> None:
         """Sends `block` to one host while another's is received."""
-        self._move(queue, [(to, block)], [(source, block.clone())])
+        self._move(queue, [(target, block)], [(source, block.clone())])
 
     def deal(self, queue: str, root: int, parts: Sequence[Tensor]) -> None:
-        others = [(host, part) for host, part in enumerate(parts) if host != self.host]
-        self._move(queue, *((others, []) if self.host == root else ([], [(root, parts[self.host])])))
+        pairs = [(host, part) for host, part in enumerate(parts) if host != self.host]
+        self._move(queue, *((pairs, []) if self.host == root else ([], [(root, parts[self.host])])))
 
     def gather(self, queue: str, parts: Sequence[Tensor]) -> None:
-        others = [(host, part) for host, part in enumerate(parts) if host != self.host]
-        self._move(queue, [(host, parts[self.host]) for host, _ in others], others)
+        pairs = [(host, part) for host, part in enumerate(parts) if host != self.host]
+        self._move(queue, [(host, parts[self.host]) for host, _ in pairs], pairs)
 
     # ------------------------------------------------ how a run ends
 
-    def tell(self, why: str) -> str:
+    def tell(self, reason: str) -> str:
         """Ends all hosts; returns the reason, which is the first one told. Their calls end with LostHost."""
         try:
-            return self.store.compare_set(END, "", why).decode(errors="replace") or why
+            return self.store.compare_set(END, "", reason).decode(errors="replace") or reason
         except RuntimeError:
-            return self._why or LOST.format(0)  # the store has ended with host 0
+            return self._reason or LOST.format(0)  # the store has ended with host 0
 
     def reason(self, suspect: int) -> str:
         """Why the run ends, after a call has failed with host `suspect`."""
@@ -145,20 +145,20 @@ class Wire:
         it ends the process, unless main does.
         """
         keys, counts = [f"beat {host}" for host in range(self.hosts)], [b""] * self.hosts
-        heard, asking = [0.0] * self.hosts, futures.ThreadPoolExecutor(1)
+        last_beats, executor = [0.0] * self.hosts, futures.ThreadPoolExecutor(1)
         ask = lambda: (self.store.add(keys[self.host], 1), self.store.multi_get(keys), self.store.check([END]))
-        while not self._why and not self._over.wait(BEAT):
+        while not self._reason and not self._closed.wait(BEAT):
             try:
-                _, now, ended = asking.submit(ask).result(self._silent)
-                for host, (count, before) in enumerate(zip(now, counts, strict=True)):
-                    heard[host] = time.monotonic() if count != before else heard[host]
-                    if time.monotonic() - heard[host] > self._silent and not self.store.check([f"done {host}"]):
-                        self._why = self.tell(f"{LOST.format(host)}: no sign of it for {self._silent:.0f} s")
-                counts, self._why = now, self.tell("") if ended else self._why
+                _, new_counts, ended = executor.submit(ask).result(self._timeout_s)
+                for host, (count, count_before) in enumerate(zip(new_counts, counts, strict=True)):
+                    last_beats[host] = time.monotonic() if count != count_before else last_beats[host]
+                    if time.monotonic() - last_beats[host] > self._timeout_s and not self.store.check([f"done {host}"]):
+                        self._reason = self.tell(f"{LOST.format(host)}: no sign of it for {self._timeout_s:.0f} s")
+                counts, self._reason = new_counts, self.tell("") if ended else self._reason
             except (RuntimeError, futures.TimeoutError):  # the store has ended, or does not answer
-                self._why = LOST.format(0)
-        if not self._over.wait(GRACE):
-            self._late(self._why)
+                self._reason = LOST.format(0)
+        if not self._closed.wait(GRACE):
+            self._on_timeout(self._reason)
 
     def cut(self) -> None:
         """Breaks the connections, so that other hosts' calls end."""
@@ -170,21 +170,21 @@ class Wire:
             self.store.set(f"done {self.host}", "")
             if self.host == 0:
                 self.store.wait([f"done {host}" for host in range(self.hosts)], timedelta(seconds=PARTING))
-        self._over.set()
+        self._closed.set()
         self.cut()
 
 
-def _open_store(at: Place) -> Store:
+def _open_store(place: Place) -> Store:
     """The store of the host's torchrun, or one that host 0 opens."""
     by_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    is_master = at.host == 0 and not by_torchrun
-    store = TCPStore(at.address, at.port, is_master=is_master, timeout=MEETING, wait_for_workers=False)
+    is_master = place.host == 0 and not by_torchrun
+    store = TCPStore(place.address, place.port, is_master=is_master, timeout=MEETING, wait_for_workers=False)
     return PrefixStore(f"trireme {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
-def _route(at: Place) -> tuple[str, str]:
+def _route(place: Place) -> tuple[str, str]:
     """(this host's address on its route to host 0, host 0's address)."""
-    family, kind, _, _, master = socket.getaddrinfo(at.address, at.port, type=socket.SOCK_DGRAM)[0]
+    family, kind, _, _, master = socket.getaddrinfo(place.address, place.port, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
         probe.connect(master)  # sends nothing
         return probe.getsockname()[0], str(master[0])

@@ -256,8 +256,8 @@ def durations(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch, k: int =
     def duration(task: Task) -> float:
         if (queue := plain(task.queue)) in speed:
             return latency + task.nbytes / speed[queue]
-        if (task.kind, task.of) in times:
-            return k * times[task.kind, task.of]
+        if (task.kind, task.label) in times:
+            return k * times[task.kind, task.label]
         kernels, passed = kernels_in(task.kind), passes.get(task.kind, 1.0)
         return _launched(kernels, task.nbytes * passed / rates.copy, rates)
 
@@ -283,7 +283,7 @@ def issues(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch, k: int) -> 
         return k * (started + within * rates.task) + (k - 1) * rates.task
 
     def issue(task: Task) -> float:
-        return seconds(task.kind, units.get(task.of)) if plan.gpus == 1 and task.queue == "compute" else 0.0
+        return seconds(task.kind, units.get(task.label)) if plan.gpus == 1 and task.queue == "compute" else 0.0
 
     return issue
 

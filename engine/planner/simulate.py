@@ -54,8 +54,8 @@ class SimulatedTask(Task):
 
     __slots__ = ("after", "seconds", "issue", "in_ram", "of_all")
 
-    def __init__(self, queue: str, kind: Kind, of: str, nbytes: float, flops: float, after: Sequence[Task]):
-        self.queue, self.kind, self.of, self.nbytes, self.flops = queue, kind, of, nbytes, flops
+    def __init__(self, queue: str, kind: Kind, label: str, nbytes: float, flops: float, after: Sequence[Task]):
+        self.queue, self.kind, self.label, self.nbytes, self.flops = queue, kind, label, nbytes, flops
         self.after, self.seconds, self.issue, self.in_ram, self.of_all = after, 0.0, 0.0, 0.0, 0.0
         self.start = self.end = 0.0
 
@@ -100,13 +100,13 @@ class SimulatedQueues:
         self,
         queue: str,
         kind: Kind,
-        of: str,
+        name: str,
         fn: Callable[[], Any],  # noqa: ARG002 (nothing runs)
         after: Sequence[Task] = (),
         nbytes: float = 0,
         flops: float = 0,
     ) -> SimulatedTask:
-        task = SimulatedTask(queue, kind, of, nbytes, flops, after)
+        task = SimulatedTask(queue, kind, name, nbytes, flops, after)
         task.seconds = self.duration(task)
         task.issue = self.issue(task) if self.issue else 0.0
         task.in_ram = nbytes / self.rates.dram if self.crowded and is_copy(queue) else 0.0
@@ -136,11 +136,11 @@ class SimulatedQueues:
         task of the same queue, kind and unit in this step. It is removed if that task comes earlier in the step than
         the waiting one, since in the previous step it ended long before.
         """
-        last = {(task.queue, task.kind, task.of): i for i, task in enumerate(self.tasks)}
+        last = {(task.queue, task.kind, task.label): i for i, task in enumerate(self.tasks)}
         recorded = set(self.tasks)
         for i, task in enumerate(self.tasks):
             if not recorded.issuperset(task.after):
-                earlier = [last.get((t.queue, t.kind, t.of), -1) for t in task.after if t not in recorded]
+                earlier = [last.get((t.queue, t.kind, t.label), -1) for t in task.after if t not in recorded]
                 task.after = [t for t in task.after if t in recorded] + [self.tasks[j] for j in earlier if j >= i]
 
     def time(self) -> float:

@@ -67,6 +67,6 @@ def title(queue: str) -> str:
 def queues_of(gpus: int, hosts: int = 1) -> tuple[str, ...]:
     """All queues of a machine with these GPUs, one of `hosts`."""
     unused = (*((*HOPS, *PEERS) if gpus == 1 else ()), *(SUMS if hosts == 1 else ()))
-    of_gpu = tuple(queue for queue in ON_GPU if queue not in unused)
-    others = (numbered(queue, gpu) for gpu in range(1, gpus) for queue in of_gpu)
-    return (*QUEUES, *(queue for queue in of_gpu if queue not in QUEUES), *(NET if hosts > 1 else ()), *others)
+    kinds = tuple(queue for queue in ON_GPU if queue not in unused)
+    numbered_names = (numbered(queue, gpu) for gpu in range(1, gpus) for queue in kinds)
+    return (*QUEUES, *(queue for queue in kinds if queue not in QUEUES), *(NET if hosts > 1 else ()), *numbered_names)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from trireme.engine.queues.names import ON_GPU, PEERS, gpu_of, kind_of, numbered, queues_of
-from trireme.engine.queues.task import Kind, Task, Work
+from trireme.engine.queues.task import Fn, Kind, Task
 
 
 class RealTask(Task):
@@ -24,8 +24,8 @@ class RealTask(Task):
 
     __slots__ = ("result", "error", "began", "ended", "_issued")
 
-    def __init__(self, queue: str, kind: Kind, of: str, nbytes: float = 0, flops: float = 0):
-        super().__init__(queue, kind, of, nbytes, flops)
+    def __init__(self, queue: str, kind: Kind, label: str, nbytes: float = 0, flops: float = 0):
+        super().__init__(queue, kind, label, nbytes, flops)
         self.result: Any = None
         self.error: BaseException | None = None
         self.began: torch.cuda.Event | None = None  # on a stream: over once `ended` has happened
@@ -55,12 +55,12 @@ class RealTask(Task):
 PROFILED = "NVTX_INJECTION64_PATH" in os.environ  # as Nsight Systems and Nsight Compute start a program
 
 
-def execute(task: RealTask, fn: Work, after: Sequence[Task], stream: torch.cuda.Stream | None, zero: float) -> None:
+def execute(task: RealTask, fn: Fn, after: Sequence[Task], stream: torch.cuda.Stream | None, zero: float) -> None:
     """Runs `fn` after `after`, on `stream` if given; keeps its error in the task. A profiler sees an NVTX range."""
     try:
-        for other in after:
-            assert isinstance(other, RealTask), other
-            other.order_before(stream)
+        for dependency in after:
+            assert isinstance(dependency, RealTask), dependency
+            dependency.order_before(stream)
         task.start = time.perf_counter() - zero
         if stream is not None:
             task.began = torch.cuda.Event(enable_timing=True)
@@ -137,9 +137,9 @@ class RealQueues:
         self.tracing = False
         self.moved: Counter[str] = Counter()  # by queue: bytes of the tasks handed over
         self.error: BaseException | None = None
-        self.failed: Callable[[BaseException], object] = lambda _: None  # hears of the first of a thread
-        self.at: dict[str, RealTask] = {}  # by queue: its task, waiting or started
-        self.over: Counter[str] = Counter()  # by queue: tasks executed, on streams issued
+        self.on_error: Callable[[BaseException], object] = lambda _: None  # hears of the first of a thread
+        self.current: dict[str, RealTask] = {}  # by queue: its task, waiting or started
+        self.executed: Counter[str] = Counter()  # by queue: tasks executed, on streams issued
         self.streams: dict[str, torch.cuda.Stream] = {}
         self.origins: list[tuple[torch.cuda.Event, float]] = []  # by GPU: an event, its time
         self.zero = time.perf_counter()
@@ -183,7 +183,7 @@ class RealQueues:
         self.origins.append((origin, time.perf_counter()))
 
     def run(
-        self, queue: str, kind: Kind, of: str, fn: Work, after: Sequence[Task] = (), nbytes: float = 0, flops: float = 0
+        self, queue: str, kind: Kind, name: str, fn: Fn, after: Sequence[Task] = (), nbytes: float = 0, flops: float = 0
     ) -> Task:
         """As of Queues. Raises the first error of any thread, and of a task executed here its own: that task is not
         counted.
@@ -191,7 +191,7 @@ class RealQueues:
         assert self.open, "the queues are closed"
         if self.error is not None:
             raise self.error
-        task = RealTask(queue, kind, of, nbytes, flops)
+        task = RealTask(queue, kind, name, nbytes, flops)
         if self.threads and not (queue == "compute" and len(self.devices) == 1):
             self.queues[queue].put((task, fn, tuple(after)))
         else:
@@ -205,11 +205,11 @@ class RealQueues:
             self.tasks.append(task)
         return task
 
-    def _execute(self, task: RealTask, fn: Work, after: Sequence[Task], stream: torch.cuda.Stream | None) -> None:
-        self.at[task.queue] = task
+    def _execute(self, task: RealTask, fn: Fn, after: Sequence[Task], stream: torch.cuda.Stream | None) -> None:
+        self.current[task.queue] = task
         execute(task, fn, after, stream, self.zero)
-        self.over[task.queue] += 1
-        del self.at[task.queue]  # its result may be large
+        self.executed[task.queue] += 1
+        del self.current[task.queue]  # its result may be large
 
     def _serve(self, queue: str) -> None:
         stream = self.streams.get(queue)
@@ -232,13 +232,13 @@ class RealQueues:
             self._execute(task, fn, after, stream)
             if task.error is not None and self.error is None:
                 self.error = task.error
-                self.failed(task.error)
+                self.on_error(task.error)
             del task, fn, after, item  # an idle thread's locals would keep a slot's memory
 
     def drain(self) -> None:
         """Waits for all tasks; raises the first error."""
-        last = [self._sentinel(name) for name in self.queues]
-        for task in last:
+        sentinels = [self._sentinel(name) for name in self.queues]
+        for task in sentinels:
             task._issued.wait()
             if task.ended is not None:
                 task.ended.synchronize()
@@ -256,8 +256,8 @@ class RealQueues:
 
     def close(self) -> None:
         """Ends the threads. Tasks after a failed one are not executed."""
-        for waiting in self.queues.values():
-            waiting.put(None)
+        for queue in self.queues.values():
+            queue.put(None)
         for thread in self.threads:
             thread.join()
         if self.origins:
@@ -271,8 +271,8 @@ class RealQueues:
         """The tasks recorded while `tracing` since the last call. To be called after `drain`."""
         for t in self.tasks:
             if t.began is not None and t.ended is not None:
-                origin, at = self.origins[gpu_of(t.queue)]
-                t.start = origin.elapsed_time(t.began) / 1e3 + (at - self.zero)
-                t.end = origin.elapsed_time(t.ended) / 1e3 + (at - self.zero)
+                origin, origin_time = self.origins[gpu_of(t.queue)]
+                t.start = origin.elapsed_time(t.began) / 1e3 + (origin_time - self.zero)
+                t.end = origin.elapsed_time(t.ended) / 1e3 + (origin_time - self.zero)
         trace, self.tasks = [t.cut() for t in self.tasks], []
         return trace

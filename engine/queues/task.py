@@ -17,7 +17,7 @@ from typing import Any, Literal, Protocol, TypeAlias
 
 import torch
 
-Work: TypeAlias = Callable[[], Any]  # what a task does; returns its result
+Fn: TypeAlias = Callable[[], Any]  # what a task does; returns its result
 Kind = Literal[
     "forward", "backward", "loss", "zero", "finish", "statistics", "decode", "token",  # computation
     "adamw", "adamw weights", "adamw moments",  # updates and their parts
@@ -27,23 +27,23 @@ Kind = Literal[
 
 
 class Task:
-    """Work on a queue: its kind, what it is on (`of`), bytes, FLOPs, start and end."""
+    """Work on a queue: its kind, what it is on (`label`), bytes, FLOPs, start and end."""
 
-    __slots__ = ("queue", "kind", "of", "nbytes", "flops", "start", "end")
+    __slots__ = ("queue", "kind", "label", "nbytes", "flops", "start", "end")
 
-    def __init__(self, queue: str, kind: Kind, of: str, nbytes: float = 0, flops: float = 0):
-        self.queue, self.kind, self.of, self.nbytes, self.flops = queue, kind, of, nbytes, flops
+    def __init__(self, queue: str, kind: Kind, label: str, nbytes: float = 0, flops: float = 0):
+        self.queue, self.kind, self.label, self.nbytes, self.flops = queue, kind, label, nbytes, flops
         self.start = self.end = 0.0  # seconds; on streams set when the trace is read
 
     @property
     def name(self) -> str:
         """For people."""
-        return self.of if self.kind == "other" else f"{self.kind} {self.of}".rstrip()
+        return self.label if self.kind == "other" else f"{self.kind} {self.label}".rstrip()
 
     def cut(self, end: float = inf) -> Task:
         """A copy for a trace, without the task's result: ended by `end`, with its share of bytes and FLOPs."""
         share = 1 if self.end <= end else (end - self.start) / (self.end - self.start)
-        task = Task(self.queue, self.kind, self.of, share * self.nbytes, share * self.flops)
+        task = Task(self.queue, self.kind, self.label, share * self.nbytes, share * self.flops)
         task.start, task.end = self.start, min(self.end, end)
         return task
 
@@ -62,11 +62,11 @@ class Queues(Protocol):
         """The first GPU."""
 
     def run(
-        self, queue: str, kind: Kind, of: str, fn: Work, after: Sequence[Task] = (), nbytes: float = 0, flops: float = 0
+        self, queue: str, kind: Kind, name: str, fn: Fn, after: Sequence[Task] = (), nbytes: float = 0, flops: float = 0
     ) -> Task:
         """Hands over `fn`, which is executed after all tasks in `after`; returns its task at once.
 
-        `of`: what it is on, such as a layer. `nbytes`, `flops`: what it moves and computes.
+        `name`: what it is on, such as a layer. `nbytes`, `flops`: what it moves and computes.
         """
 
     def drain(self) -> None:

@@ -25,42 +25,42 @@ def patience(step_s: float) -> float:
 
 @contextmanager
 def watched(
-    queues: RealQueues, limit: float, late: Callable[[str], object], other: Callable[[], object] = lambda: None
+    queues: RealQueues, limit: float, on_timeout: Callable[[str], object], counter: Callable[[], object] = lambda: None
 ) -> Iterator[None]:
-    """A context in which `late(what hangs)` is called once, from another thread, after `limit` seconds without
+    """A context in which `on_timeout(what hangs)` is called once, from another thread, after `limit` seconds without
     progress.
 
-    Progress is a task that ends, or another value of `other`.
+    Progress is a task that ends, or another value of `counter`.
     """
-    left = threading.Event()
-    args = (left, queues, limit, late, other)
+    stop = threading.Event()
+    args = (stop, queues, limit, on_timeout, counter)
     threading.Thread(target=watch, args=args, name="watchdog", daemon=True).start()
     try:
         yield
     finally:
-        left.set()
+        stop.set()
 
 
 def watch(
-    left: threading.Event,
+    stop: threading.Event,
     queues: RealQueues,
     limit: float,
-    late: Callable[[str], object],
-    other: Callable[[], object] = lambda: None,
+    on_timeout: Callable[[str], object],
+    counter: Callable[[], object] = lambda: None,
 ) -> None:
-    """The thread's function: returns when `left` is set, or after the call of `late`."""
-    before, silent = (dict(queues.over), other()), 0
-    while not left.wait(limit / HALVES):
-        now = dict(queues.over), other()
-        silent, before = (silent + 1 if now == before else 0), now
+    """The thread's function: returns when `stop` is set, or after the call of `on_timeout`."""
+    last_counts, silent = (dict(queues.executed), counter()), 0
+    while not stop.wait(limit / HALVES):
+        counts = dict(queues.executed), counter()
+        silent, last_counts = (silent + 1 if counts == last_counts else 0), counts
         if silent == HALVES:
-            late(_hanging(queues))
+            on_timeout(_hanging(queues))
             return
 
 
 def _hanging(queues: RealQueues) -> str:
     """Names what hangs: the first of the started tasks, for which others wait; or a GPU's streams."""
-    tasks = list(queues.at.values())
+    tasks = list(queues.current.values())
     started = [task for task in tasks if task.start]
     if not started and queues.streams:
         return "the GPU does not end what was issued to it"

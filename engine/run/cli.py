@@ -25,7 +25,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from trireme.engine.hosts.group import LostHost, Place, here, joined, place
+from trireme.engine.hosts.group import LostHost, Place, joined, place, world
 from trireme.engine.plan import DoesNotFit
 from trireme.engine.planner.clock import process_began
 from trireme.engine.run import config_file, folder, screen
@@ -84,7 +84,7 @@ def main(argv: Sequence[str]) -> int:
             if name and at.hosts > 1:
                 raise InputError(f"trireme {name} runs on one host. Start it without torchrun.")
             if isinstance(options, Options):
-                out = here().texts(folder.named(options).out)[0]  # of host 0
+                out = world().texts(folder.named(options).out)[0]  # of host 0
                 options = replace(options, out=out)
             collects = gc.isenabled()
             gc.disable()  # collections are a tenth of the time of imports
@@ -221,10 +221,10 @@ def of_a_run(values: Mapping[str, Any]) -> Options:
         if other := {"config", "shape", "demo", "out"} & values.keys():
             raise InputError(f"{flag(other.pop())}: a resumed run has its own. Leave it out.")
         run = folder.latest(Path("runs")) if resume is True else Path(resume)
-        if not here().host:
+        if not world().host:
             folder.check_resumable(run)
         path, values = run / "config.yaml", {**values, "resume": str(run), "out": str(run)}
-    text = here().texts("" if here().host else config_file.text_of(path))[0]  # of host 0
+    text = world().texts("" if world().host else config_file.text_of(path))[0]  # of host 0
     stored, chosen = config_file.read(path, text)
     if {"epochs", "max_steps"} & values.keys():  # the length is given by one of them
         stored = {name: value for name, value in stored.items() if name not in ("epochs", "max_steps")}

@@ -18,7 +18,7 @@ from trireme.engine.buffers import workspace
 from trireme.engine.build import Engine, Inputs, InRam, dealt, in_ram, placed, shares
 from trireme.engine.data.codec import Codec
 from trireme.engine.data.dataset import Dataset
-from trireme.engine.hosts.group import here
+from trireme.engine.hosts.group import world
 from trireme.engine.layers import Take
 from trireme.engine.memory import DTYPE
 from trireme.engine.planner.rule import largest
@@ -52,7 +52,7 @@ class Evaluator:
         self, step: Sequence[InRam], loads: Sequence[Load | None] = (), correct: torch.Tensor | None = None
     ) -> list[Inputs]:
         """This host's micro-batches of those of all hosts, on its GPUs."""
-        return [placed(mb, self.places, loads, correct) for mb in dealt(step, here().host, here().hosts)]
+        return [placed(mb, self.places, loads, correct) for mb in dealt(step, world().host, world().hosts)]
 
     def read_head(self, batches: Sequence[MicroBatch], take: Take) -> None:
         """Computes micro-batches on one host. The head's input of each goes to `take`, with its index."""
@@ -82,7 +82,7 @@ class Evaluator:
         tokens = sum(part.tokens if rows is None else part.tokens * rows // part.n_sequences for part in data)
         batches = chain.from_iterable(part.batches(self.rows, rows) for part in data)
         with screen.working(what, tokens, "tokens") as progressed:
-            while not here().any(stopped()) and (group := list(islice(batches, self.n_micro))):
+            while not world().any(stopped()) and (group := list(islice(batches, self.n_micro))):
                 step = [in_ram(self.e.cfg, mb) for mb in group]
                 yield step, evaluate(self.e, self.inputs(step, correct=correct), parts)
                 progressed(sum(mb.tokens for mb in step))
@@ -98,7 +98,7 @@ class Evaluator:
                 docs += [mb.of_docs for mb in step if mb.of_docs]
                 logps += in_order(step, losses)
             sums = [float(loss.double().sum()) for loss in losses]
-            total += reduce(add, here().numbers(sums, self.e.plan.n_micro))
+            total += reduce(add, world().numbers(sums, self.e.plan.n_micro))
             weight, trained = weight + sum(mb.weight for mb in step), trained + sum(mb.trained for mb in step)
         counted = {"rows": trained} if self.e.cfg.scores else {}
         if preference and docs:
@@ -106,7 +106,7 @@ class Evaluator:
             return compared.loss, compared.metrics() | counted
         metrics = metrics_of(parts, weight) if parts and weight else {}
         if correct is not None:
-            metrics["accuracy"] = sum(here().values(float(correct))) / (weight or 1)
+            metrics["accuracy"] = sum(world().values(float(correct))) / (weight or 1)
         return total / (weight or 1), metrics | counted
 
     def logps(self, data: Sequence[Dataset], stopped: Stopped = lambda: False) -> list[float]:
@@ -118,7 +118,7 @@ class Evaluator:
         """Beginnings of `n` documents, as long as memory allows, each with its greedy continuation, and whether the
         model ended it; none if memory runs out.
         """
-        if codec is None or self.e.cfg.scores or not n or stopped() or here().host:
+        if codec is None or self.e.cfg.scores or not n or stopped() or world().host:
             return []
         end, out = time.monotonic() + LONGEST, list[list[int]]()
         enough = lambda: time.monotonic() > end or stopped()
@@ -132,12 +132,12 @@ class Evaluator:
 
 def documents(step: Sequence[InRam]) -> list[list[Documents]]:
     """The documents of each host's micro-batches."""
-    return [[mb.of_docs for mb in share if mb.of_docs] for share in shares(step, here().hosts)]
+    return [[mb.of_docs for mb in share if mb.of_docs] for share in shares(step, world().hosts)]
 
 
 def in_order(step: Sequence[InRam], losses: Sequence[torch.Tensor]) -> list[float]:
     """The log-probabilities of the documents of a step, from the losses of all hosts' micro-batches."""
-    group, docs = here(), documents(step)
+    group, docs = world(), documents(step)
     pairs = zip(docs[group.host], losses, strict=False)
     logps = [logp for of, x in pairs for logp in of.sums(x.cpu().numpy())]
     return group.numbers(logps, sum(len(of.lengths) for share in docs for of in share))

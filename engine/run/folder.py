@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from trireme.engine.amounts import count
-from trireme.engine.hosts.group import here
+from trireme.engine.hosts.group import world
 from trireme.engine.run import config_file, screen
 from trireme.engine.run.after import hub
 from trireme.engine.run.options import Options
@@ -55,9 +55,9 @@ class Folder:
 
     def begin(self, options: Options) -> None:
         """Makes the records of a new run."""
-        if not here().host:
-            here().meet()
-        self.note(State(here().texts(uuid.uuid4().hex)[0], here().hosts))
+        if not world().host:
+            world().barrier()
+        self.note(State(world().texts(uuid.uuid4().hex)[0], world().hosts))
         self.write_config(options)
 
     def reopen(self) -> None:
@@ -67,21 +67,21 @@ class Folder:
         for path in (*self.out.iterdir(), *self.run.rglob("*")):
             if path.is_symlink():
                 raise InputError(f"{path} is a link, and a run would write where it leads. Remove it.")
-        state = read_record(self.run / STATE, State) or (State("") if here().host else None)
+        state = read_record(self.run / STATE, State) or (State("") if world().host else None)
         if state is None:
             way = f"restore it from a copy, or remove {quoted(self.out)} and start again"
             raise InputError(f"--resume {self.out}: {self.run / STATE} is lost or damaged: {way}.")
-        id, hosts = here().texts(f"{state.id} {state.hosts}")[0].split()
+        id, hosts = world().texts(f"{state.id} {state.hosts}")[0].split()
         self.state = replace(state, id=id, hosts=int(hosts))
-        if here().hosts != self.state.hosts:
+        if world().hosts != self.state.hosts:
             way = "Resume it with as many, or begin another from its OUT/step-N"
             raise InputError(f"--resume {self.out}: the run is of {count(self.state.hosts, 'host')}. {way}.")
-        if here().first(self.state.ended and not self.state.keep_state):
+        if world().first(self.state.ended and not self.state.keep_state):
             self.end()
             raise InputError(f"--resume {self.out}: that run is finished. {further(self.out)}.")
 
     def write_config(self, options: Options) -> None:
-        if not here().host:
+        if not world().host:
             files.replace_synced(self.out / "config.yaml", config_file.write(options))
 
     def note(self, state: State) -> None:
@@ -152,11 +152,11 @@ class Folder:
 
     def end(self) -> None:
         """As `remove`, by host 0 after the others, whose folders are in its own."""
-        if not here().host:
-            here().meet()
+        if not world().host:
+            world().barrier()
         self.remove()
-        if here().host:
-            here().meet()
+        if world().host:
+            world().barrier()
 
     def remove(self) -> None:
         """Removes the stores if they are of this run, and OUT/.run."""
@@ -216,10 +216,10 @@ def opened(options: Options) -> Iterator[Folder]:
     """A context with the locked folder of a run: of --resume, or a new one, of which all is removed if the run fails
     before its first step. Raises InputError, StoreError.
     """
-    out, host, resumes = Path(options.out), here().host, bool(options.resume)
+    out, host, resumes = Path(options.out), world().host, bool(options.resume)
     run = out / RUN / f"host-{host}" if host else out / RUN
     if host and not resumes:
-        here().meet()  # host 0's folder has to be free first
+        world().barrier()  # host 0's folder has to be free first
     elif not resumes:
         check_free(out)
     made = files.make_folder(run) if host or not resumes else []
@@ -247,7 +247,7 @@ def opened(options: Options) -> Iterator[Folder]:
 
 def stores(options: Options) -> list[Path]:
     """The folders of this host's store."""
-    part = f"host-{here().host}" if here().host else "."
+    part = f"host-{world().host}" if world().host else "."
     return [Path(path) / part for path in options.store] or [Path(options.out) / RUN / part / "store"]
 
 

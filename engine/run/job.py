@@ -23,7 +23,7 @@ from trireme.engine.data.find import find
 from trireme.engine.data.prepare import DataOptions
 from trireme.engine.data.taught import PLACE
 from trireme.engine.data.tokenizer import read_choice
-from trireme.engine.hosts.group import here
+from trireme.engine.hosts.group import world
 from trireme.engine.plan import DoesNotFit, Limits, Plan
 from trireme.engine.planner.forecast import Files, Forecast, Work
 from trireme.engine.planner.host import drive_of
@@ -138,7 +138,7 @@ def make(o: Options, snapshot: Snapshot | None = None, by_rule: bool = False) ->
     """Reads and checks what the options name, and makes the plan, which is the same on all hosts. `snapshot`: where the
     run goes on. `by_rule`: without a search, which takes seconds. Raises InputError, CheckpointError, DoesNotFit.
     """
-    fixed, clock, group = snapshot.fixed if snapshot else None, screen.clock(), here()
+    fixed, clock, group = snapshot.fixed if snapshot else None, screen.clock(), world()
     check_options(o, snapshot)
     today = fixed.date if fixed else group.texts(date.today().isoformat())[0]
     with clock.at("headers"):
@@ -200,7 +200,7 @@ def measured(device: torch.device, dtype: str, limits: Limits, stores: Sequence[
 def check_agreement(fixed: Fixed) -> None:
     """Raises InputError unless all hosts have read the same data and checkpoint."""
     read = {"--data": fixed.data, "config.json": fixed.config, "tensors": fixed.tensors}
-    here().agree("data and checkpoints", read, "Copy host 0's")
+    world().agree("data and checkpoints", read, "Copy host 0's")
 
 
 def identity(cfg: ModelConfig, source: Source) -> tuple[dict[str, Any], dict[str, list[Any]]]:
@@ -242,7 +242,7 @@ def check_options(o: Options, snapshot: Snapshot | None) -> None:
         (shared, f"--store {','.join(o.store)}: name a folder of its own on each drive, and not --out."),
         (of_adapter, "--rope-factor of an adapter is in no file. Add --merge."),
         (len(o.betas) != 2, "--betas takes two numbers."),
-        (o.teacher and here().hosts > 1, "--teacher: runs with one are on one host. Start it without torchrun."),
+        (o.teacher and world().hosts > 1, "--teacher: runs with one are on one host. Start it without torchrun."),
     ]
     for change in config_file.changes(o, snapshot.options, fixed=True) if snapshot else ():
         table.append((True, f"{change}: a resumed run keeps it. Leave it out."))
@@ -261,7 +261,7 @@ def check_paths(o: Options) -> None:
     for text, look in (*((t, find) for t in (*o.data, o.general)), (o.val, parse_val), (o.chat_template, read_choice)):
         if text not in (None, "-") and not hub.name_of(text, of_data=True):
             look(text)
-    if o.out and not (o.resume or o.dry_run or here().host):
+    if o.out and not (o.resume or o.dry_run or world().host):
         folder.check_free(Path(o.out))
     if o.model and not hub.name_of(o.model):
         check_checkpoint(Path(o.model))

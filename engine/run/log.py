@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from trireme.engine.amounts import compact, count, duration, percent
-from trireme.engine.hosts.group import here
+from trireme.engine.hosts.group import world
 from trireme.engine.run import config_file, page, screen
 from trireme.engine.run.options import Options
 from trireme.models.config import InputError
@@ -194,7 +194,7 @@ def load_record(load: Load | None) -> Record:
     """The largest share of a layer's tokens that one expert has, experts without a token, the balance loss."""
     if load is None:
         return {}
-    group = here()
+    group = world()
     if group.hosts > 1 and not load.weight:  # else the step has asked the others
         counts = group.numbers(load.counts.flatten().tolist(), load.counts.numel())
         load.counts.copy_(torch.tensor(counts).view(group.hosts, *load.counts.shape).sum(0))

@@ -16,7 +16,7 @@ from trireme.engine.amounts import count, duration
 from trireme.engine.build import Inputs, InRam, ahead, in_ram, with_dropout
 from trireme.engine.check.tuned import in_use
 from trireme.engine.data.dataset import Dataset
-from trireme.engine.hosts.group import here
+from trireme.engine.hosts.group import world
 from trireme.engine.optimizer import StepStats, learning_rate
 from trireme.engine.planner.correct import at_work, batch_of, corrected, until_its_end
 from trireme.engine.planner.host import counters, memory_in_use
@@ -71,7 +71,7 @@ def train(options: Options, others: Sequence[Tracker] = ()) -> Path:
     check_paths(options)
     options = hub.fetched(folder.named(options))
     out = Path(options.out)
-    here().agree("options", config_file.saved(replace(options, store=())), "Start all with the same command")
+    world().agree("options", config_file.saved(replace(options, store=())), "Start all with the same command")
     if options.dry_run and not options.resume:
         report.prepared(options, None)
         return out
@@ -102,7 +102,7 @@ class Run:
         """`others`: trackers. `lines`: the report, for report.html."""
         job, self.training, self.place, self.lines = training.job, training, training.folder, lines
         self.done = training.progress
-        out = self.place.run if here().host else job.out
+        out = self.place.run if world().host else job.out
         self.log = Log(out, job.work.steps, job.work.evaluations, self.done.log, others)
         self.stop = Stop(self.done.step, job.work.steps)
         self.saved = self.exported = self.evaluated = time.monotonic()
@@ -130,7 +130,7 @@ class Run:
                     self.end()
             except BaseException as error:
                 if not isinstance(error, Interrupted):
-                    here().failed(error)  # before cleanup that waits for other hosts
+                    world().fail(error)  # before cleanup that waits for other hosts
                 raise
 
     def load(self) -> None:
@@ -154,14 +154,14 @@ class Run:
         if snapshot.options["export"] != "best":
             done.best = done.best_step = None
             screen.say(f"note: the best weights are those after step {done.step:,}: none were saved before")
-        elif here().first(not self.place.holds_best(done.best_step)):
+        elif world().first(not self.place.holds_best(done.best_step)):
             way = "Restore them from a copy, or let the last weights be the output: --export last"
             where = self.place.best(done.best_step)
             raise InputError(f"--resume {self.place.out}: the best weights are not whole in {where}. {way}.")
 
     def steps(self, batches: Iterator[list[InRam]]) -> None:
         done, o, total, training = self.done, self.job.options, self.job.work.steps, self.training
-        due = lambda every, moment: here().first(every.due(done.step, total, time.monotonic() - moment))
+        due = lambda every, moment: world().first(every.due(done.step, total, time.monotonic() - moment))
         if done.step == 0 or due(o.eval_every, self.evaluated):  # also one that a signal broke off
             self.evaluate()
         if done.step == 0:
@@ -186,7 +186,7 @@ class Run:
     # ------------------------------------------------------------ a step
 
     def step(self, batches: Iterator[list[InRam]]) -> None:
-        job, done, training, group = self.job, self.done, self.training, here()
+        job, done, training, group = self.job, self.done, self.training, world()
         queues, number, began = training.queues, done.step + 1, time.perf_counter()
         self.stop.step, moved = number, queues.moved.copy()
         queues.tracing = number == self.warm or done.step % BOUND_EVERY == 0
@@ -246,7 +246,7 @@ class Run:
 
     def energy(self) -> Record:
         """Joules that the GPUs of all hosts have used since the last call; nothing if one does not count them."""
-        before, self.joules = self.joules, sum(here().values(self.counters.joules()))
+        before, self.joules = self.joules, sum(world().values(self.counters.joules()))
         used = self.joules - before
         return {"gpu_joules": round(used, 3)} if math.isfinite(used) else {}
 
@@ -341,7 +341,7 @@ class Run:
 
     def draw(self) -> None:
         """Writes report.html."""
-        if not here().host:
+        if not world().host:
             with self.training.watched("report"):
                 self.log.draw(report.facts(self.job, self.done, self.log, self.lines, self.busy))
 
@@ -376,8 +376,8 @@ class Run:
         with screen.clock().at("close"), training.watched("close"):
             self.log.sync()
             self.draw()  # the last file that a kill could leave half written
-            here().meet()  # hosts besides the first have nothing that is output
+            world().barrier()  # hosts besides the first have nothing that is output
             self.place.finish(o.keep_state)
-        for line in report.about_output(self.job, self.done) if not here().host else ():
+        for line in report.about_output(self.job, self.done) if not world().host else ():
             screen.say(line)
         screen.say(f"took     {took_line(screen.clock())}")

@@ -13,7 +13,7 @@ import torch
 from trireme.engine.amounts import count, rounded_up
 from trireme.engine.buffers import fits
 from trireme.engine.geometry import Geometry
-from trireme.engine.hosts.group import here
+from trireme.engine.hosts.group import world
 from trireme.engine.plan import DoesNotFit, Limits, Mode, Plan
 from trireme.engine.planner.advice import check_drive
 from trireme.engine.planner.choose import choose, first_plan
@@ -50,7 +50,7 @@ class Planner:
         """The plan of --plan, on the last host. Raises InputError."""
         if not self.options.plan:
             return None
-        return replace(Plan.load(Path(self.options.plan)), hosts=here().hosts, host=here().hosts - 1)
+        return replace(Plan.load(Path(self.options.plan)), hosts=world().hosts, host=world().hosts - 1)
 
     def _faults(self, plan: Plan, work: Work, limits: Limits) -> Iterator[str]:
         """Why the plan of --plan does not suit the model, the run or the device."""
@@ -72,7 +72,7 @@ class Planner:
     @property
     def _mode(self) -> Mode | None:
         """When AdamW updates, if it must wait until the gradients' norm is known; None: any."""
-        return "forward" if self.options.max_grad_norm or here().hosts > 1 else None
+        return "forward" if self.options.max_grad_norm or world().hosts > 1 else None
 
     @property
     def dtype(self) -> str:
@@ -124,7 +124,7 @@ class Planner:
 
     def wanted(self, sequences: int) -> Wanted:
         """What a plan is wanted for, with steps of `sequences`. Raises InputError."""
-        o, gpus, hosts, before = self.options, self.limits.gpus, here().hosts, self.fixed.plan if self.fixed else None
+        o, gpus, hosts, before = self.options, self.limits.gpus, world().hosts, self.fixed.plan if self.fixed else None
         sequences = math.ceil(sequences / hosts)  # of each
         mode = self._mode or (before.mode if before else "backward")
         if before:
@@ -160,7 +160,7 @@ def computer(o: Options, cfg: ModelConfig) -> tuple[torch.device, Limits, Machin
         limits = memory_limits(device, o.gpu_memory, o.ram, choose_gpus(o.gpus, device))
         if device.type == "cuda" and o.ram is None:
             limits = replace(limits, ram=int(min(limits.ram, pinnable(device))))
-        if (group := here()).hosts > 1:  # those that every host has; hosts on one machine share its RAM
+        if (group := world()).hosts > 1:  # those that every host has; hosts on one machine share its RAM
             same = {"--device": model_of(device), "--gpus": limits.gpus}
             group.agree("GPUs", same, "Use equal ones, which round equally, as many on each")
             least = min(group.values(limits.gpu - max(limits.less, default=0)))

@@ -10,7 +10,7 @@ from typing import Any
 
 from trireme.engine.amounts import compact, count, duration, gb, gib, percent
 from trireme.engine.geometry import Geometry
-from trireme.engine.hosts.group import here
+from trireme.engine.hosts.group import world
 from trireme.engine.plan import DoesNotFit
 from trireme.engine.planner import lines as forecasts
 from trireme.engine.planner.advice import ENDLESS, faster, fits_drives
@@ -237,7 +237,7 @@ def alternatives(o: Options) -> str:
     tries: list[dict[str, Any]] = [] if frozen else [{"adam_bits": 8}, lora]
     tries += [] if o.base else [lora | {"base": "nf4"}]
     tries += [(tries or [{}])[-1] | {"batch_size": max(1, o.batch_size // k)} for k in (2, 4, 16)]
-    for change in [] if o.resume or o.plan or here().hosts > 1 else tries:  # of hosts one alone may lack room
+    for change in [] if o.resume or o.plan or world().hosts > 1 else tries:  # of hosts one alone may lack room
         with suppress(DoesNotFit, InputError, OSError):
             job = make(replace(o, data=(), val=None, dry_run=True, **change), by_rule=True)
             if not o.assume:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-from trireme.engine.hosts.group import here
+from trireme.engine.hosts.group import world
 from trireme.engine.run import screen
 
 LEFT = 130  # exit code
@@ -36,13 +36,13 @@ class Stop:
     def ask(self, number: int) -> None:
         """Handles the first signal. Several hosts go on until they agree."""
         self.requested = True
-        self.last = self.step if here().hosts == 1 else self.last
+        self.last = self.step if world().hosts == 1 else self.last
         what = "leaving" if self.loading else f"finishing step {self.step:,} and saving"
         screen.urgent(f"\n  {what}{'' if number in NOTICES else '; again: exit immediately'}")
 
     def agree(self) -> None:
         """To be called by all hosts after each step."""
-        if here().any(self.requested):
+        if world().any(self.requested):
             self.last = self.step
 
 

@@ -22,7 +22,7 @@ from trireme.engine.build import Engine, build
 from trireme.engine.data.taught import is_scores, read_names, taught_by
 from trireme.engine.exchange import LARGEST_F16, Exchange
 from trireme.engine.hosts.gather import masters
-from trireme.engine.hosts.group import here
+from trireme.engine.hosts.group import world
 from trireme.engine.planner.host import computed_by, hold_to
 from trireme.engine.planner.machine import drive_speeds, note_pinned
 from trireme.engine.queues.real import RealQueues
@@ -64,7 +64,7 @@ def snapshot_of(folder: Folder, options: Options) -> Snapshot | None:
             speeds, run = drive_speeds(folder.stores), folder.state.id
             folder.store = Store.open(folder.stores, options.keep, speeds, screen.warn, run)
     sequences = {made.step: made.sequence for made in folder.store.snapshots} if folder.store else {}
-    of_hosts = [json.loads(text) for text in here().texts(json.dumps([folder.state.started, [*sequences]]))]
+    of_hosts = [json.loads(text) for text in world().texts(json.dumps([folder.state.started, [*sequences]]))]
     last = max(set(sequences).intersection(*(steps for _, steps in of_hosts)), default=None)
     if folder.store and last is not None:
         return Snapshot.of(folder.store.go_back(sequences[last]), f"--resume {folder.out}: its snapshot")
@@ -96,7 +96,7 @@ class Training:
         self.exported = 0  # bytes of checkpoints, by this process
         self._evaluator: Evaluator | None = None
         self.queues = RealQueues(job.device, gpus=job.plan.gpus, hosts=job.plan.hosts)  # last: `close` ends threads
-        self.queues.failed = here().failed  # where this thread waits for a host that waits for a queue
+        self.queues.on_error = world().fail  # where this thread waits for a host that waits for a queue
 
     @property
     def evaluator(self) -> Evaluator:
@@ -124,11 +124,11 @@ class Training:
 
         def late(what_hangs: str) -> None:
             how = f"no progress for {duration(limit)}; {what_hangs}"
-            here().tell(how)
+            world().tell(how)
             way = f"{self.last_snapshot}. To continue: --resume {quoted(self.job.out)}"
             leave(lambda: screen.urgent(f"error: {what}: {how}. Is the GPU or a drive failing? {way}"))
 
-        other = lambda: (screen.counted(), object() if here().waits else None)
+        other = lambda: (screen.counted(), object() if world().waits else None)
         with watched(self.queues, limit, late, other):
             yield
 
@@ -146,7 +146,7 @@ class Training:
                 job.source.make(progressed, screen.warn)
         hold_to(job.limits, job.device)
         adamw = AdamW(o.betas[0], o.betas[1], weight_decay=o.weight_decay or 0.0, max_grad_norm=o.max_grad_norm)
-        files, wire = self._base_files(), here().wire
+        files, wire = self._base_files(), world().wire
         e = build(job.cfg, job.plan, job.limits, self.queues, adamw=adamw, store=self.store, files=files, wire=wire)
         self._evaluator = Evaluator(e, job.rows, o.seq_len or 0, job.n_micro)
         if e.memory.refused:
@@ -182,7 +182,7 @@ class Training:
         exchange = Exchange(job.cfg, job.source, placement, adapter.values if adapter else None)
         with screen.working("loading", placement.nbytes() + placement.frozen_bytes, stopped=stopped) as progressed:
             exchange.load(progressed)
-        here().agree("weights", exchange.base | {"trained": exchange.trained}, "Copy host 0's checkpoint")
+        world().agree("weights", exchange.base | {"trained": exchange.trained}, "Copy host 0's checkpoint")
         self._check_frozen(exchange.base)
 
     def load_snapshot(self, stopped: Stopped) -> None:
@@ -216,12 +216,12 @@ class Training:
                 logps = self.evaluator.logps(data, stopped)
             if len(logps) < total:
                 raise KeyboardInterrupt
-            if not here().host:
+            if not world().host:
                 write_record(path, Reference(logps))
             pairs = count(total // 2, "answer" if job.data.options.kind == "labels" else "pair")
             screen.say(f"compared {pairs}: the reference took {seconds(time.monotonic() - began)}")
         known = read_record(path, Reference)  # of host 0
-        logps = json.loads(here().texts(json.dumps(known.logps if known else []))[0])
+        logps = json.loads(world().texts(json.dumps(known.logps if known else []))[0])
         if len(logps) != total:
             raise InputError(f"--resume {job.out}: {path} is lost or damaged. Restore it from a copy, or start again.")
         n, held = len(job.data.pieces), job.data.held_out
@@ -263,7 +263,7 @@ class Training:
                 done.log = log()
                 now = replace(done, written=self.written)
                 snapshot = Snapshot(now, self.fixed, config_file.saved(self.job.options), computed_by(self.job.device))
-                self.store.commit(done.step, asdict(snapshot), here().meet, progressed)
+                self.store.commit(done.step, asdict(snapshot), world().barrier, progressed)
             self.folder.note(replace(self.folder.state, started=True))
             self.folder.drop_best(done.best_step)
 
@@ -283,7 +283,7 @@ class Training:
 
     def export_best(self) -> None:
         """Makes the best weights the output."""
-        if not here().host:
+        if not world().host:
             with screen.clock().at("export"), self.watched("export"):
                 self.folder.take_over(self.progress.best_step)
 
@@ -292,7 +292,7 @@ class Training:
         with (
             screen.clock().at("export"),
             self.watched("export"),
-            masters(Reader(self.engine.placement), here().wire) as reader,
+            masters(Reader(self.engine.placement), world().wire) as reader,
         ):
             if reader is not None:
                 self.check_base(copied=self.job.cfg.lora is None)
@@ -323,7 +323,7 @@ class Training:
     def merge(self) -> None:
         """With --merge, writes base plus adapter to OUT/merged. It takes the GPU's memory, which `close` has freed."""
         job, o, merged = self.job, self.job.options, self.job.out / "merged"
-        if job.cfg.lora is None or not o.merge or here().host:
+        if job.cfg.lora is None or not o.merge or world().host:
             return
         check_unchanged(self._stamps)
         same = (o.merge_format or ("same" if o.merge_aware else "bf16")) == "same"

@@ -97,7 +97,7 @@ def test_what_is_frozen_stays_in_the_window_from_pass_to_pass(window):
     for step in (1, 2):
         queues.begin()
         train_step(e, [Inputs(24, 20, 100)] * 2, step, 1e-3)
-    of_blocks = [t for t in queues.tasks if kind_of(t.queue) == "h2d" and t.of.startswith("block")]
+    of_blocks = [t for t in queues.tasks if kind_of(t.queue) == "h2d" and t.label.startswith("block")]
     assert len(of_blocks) == 2 * n - 2 * window
 
 

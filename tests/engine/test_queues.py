@@ -149,7 +149,7 @@ def test_a_streamed_update_comes_after_the_copy_of_the_last_ones_weights():
     updates = [task for task in queues.before if task.queue == "update"]
     copies = [task for task in queues.before if (task.queue, task.kind) == ("update_out", "weights")]
     assert len(updates) == len(copies) == 2
-    assert sum(task.queue == "h2d" and task.of == "head" for task in queues.before) == 1
+    assert sum(task.queue == "h2d" and task.label == "head" for task in queues.before) == 1
     assert copies[0] in queues.before[updates[1]]
 
 

@@ -321,7 +321,7 @@ def test_what_is_simulated_is_what_runs(drawn, evaluations, method):
     runs, thought = make(cfg, plan, real, adamw, poison=False), build(cfg, plan, LIMITS, simulated, adamw=adamw)
     tables, tasks = (
         rope_tables(cfg, 64, "cpu"),
-        lambda spans: [(s.queue, s.kind, s.of, s.nbytes, s.flops) for s in spans],
+        lambda spans: [(s.queue, s.kind, s.label, s.nbytes, s.flops) for s in spans],
     )
     real.tracing = simulated.tracing = True
     steps, preference = data_of(cfg, 3, plan.n_micro, method)
@@ -352,7 +352,7 @@ def handed_over(plan) -> list[tuple[str, str, str]]:
     for step in (1, 2):
         queues.begin()
         train_step(e, batch, step, 1e-3)
-    return [(task.queue, task.kind, task.of) for task in queues.tasks]
+    return [(task.queue, task.kind, task.label) for task in queues.tasks]
 
 
 @pytest.mark.parametrize("between", ["gpu", "ram"])
@@ -405,7 +405,7 @@ def test_matrices_are_quantized_once_a_pass(model, dtype):
     e, micro = make(cfg, plan, RealQueues("cpu", extra=("poison",))), batches(cfg, 2, 3, 24)
     e.queues.tracing = True
     train(e, micro)
-    made = Counter((task.of, task.kind) for task in e.queues.trace())
+    made = Counter((task.label, task.kind) for task in e.queues.trace())
     blocks = e.geo.names[1:-1]
     passes = {"fp8 lora": {1}, "some frozen, in fp8": {1, 2}}.get(model, {2})  # forward reads codes as they lie
     assert {made[name, "decode"] for name in blocks} == {n * len(micro) for n in passes}

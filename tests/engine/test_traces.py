@@ -35,7 +35,7 @@ def spans(name: str, seed: int) -> list[tuple]:
     for task in queues.tasks:
         task.start = max([free.get(task.queue, 0.0), *(other.end for other in task.after)])
         task.end = free[task.queue] = task.start + 100 + task.nbytes
-    return [(task.queue, task.kind, task.of, task.start, task.end, task.nbytes) for task in queues.tasks]
+    return [(task.queue, task.kind, task.label, task.start, task.end, task.nbytes) for task in queues.tasks]
 
 
 def checksums(name: str) -> list[str]:

@@ -39,7 +39,7 @@ def body(notes, within):
             os._exit(2)
 
         try:
-            with group.joined(group.place(), late, silent=3.0) as hosts:
+            with group.joined(group.place(), late, timeout_s=3.0) as hosts:
                 within(hosts)
         except (InputError, LostHost, OSError) as error:
             notes.note(host, f"{type(error).__name__}: {error}")
@@ -70,7 +70,7 @@ def test_hosts_say_things_to_each_other(notes):
 def waits(hosts):
     """For ever, unless another host ends it."""
     while True:
-        hosts.meet()
+        hosts.barrier()
         time.sleep(0.05)
 
 

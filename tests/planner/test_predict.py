@@ -251,7 +251,7 @@ def test_a_rough_prediction_tells_few_pieces_of_a_gradient_apart():
     rough, exact = (predict(wide, p, RATES, batch, roughly) for roughly in (True, False))
     assert rough.step_s == pytest.approx(exact.step_s, rel=0.01)
     assert not rough.spans
-    assert sum((s.kind, s.of) == ("finish", "block000") for s in exact.spans) > 60
+    assert sum((s.kind, s.label) == ("finish", "block000") for s in exact.spans) > 60
 
 
 def test_products_in_fp8_take_its_time_and_that_of_codes():
@@ -278,7 +278,7 @@ def test_a_base_in_fp8_takes_half_the_bus_and_half_the_ram():
     assert 0.5 < quick.busy["h2d"] / plain.busy["h2d"] < 0.54
     host = [usage(Geometry.of(replace(cfg, fp8=on), p), p)["ram"] for on in (False, True)]
     assert 0.5 < host[1] / host[0] < 0.54
-    made = [(span.of, span.kind) for span in quick.spans if span.kind == "decode"]
+    made = [(span.label, span.kind) for span in quick.spans if span.kind == "decode"]
     assert len(made) == len(set(made)) == cfg.n_layers  # in backward: forward reads codes as they lie
     whole = predict(replace(SEVEN_B, fp8=True), plan(SEVEN_B, UnitPlan("ram", "ram"), n_micro=2), rates, batch)
     assert sum(span.kind == "decode" for span in whole.spans) == 2 * cfg.n_layers
