@@ -86,8 +86,8 @@ def norms(s: Shapes) -> Iterator[Case]:
             yield Case(f"{shape}{name}", "norm_fwd", inputs, 2 * size)
             yield Case(f"{shape}{name}", "norm_bwd", backward, 3 * size)
             yield Case(f"{shape}{name} + residual", "norm_bwd", backward, 4 * size, dict(dresidual=dr))
-    H, of, d = s.heads
-    x, w, dw, dy = randn(N, of * d).view(N, of, d)[:, :H], randn(d), s.zeros(d), randn(N, H, d)
+    H, total, d = s.heads
+    x, w, dw, dy = randn(N, total * d).view(N, total, d)[:, :H], randn(d), s.zeros(d), randn(N, H, d)
     _, stats = ops.norm_fwd(x, w, 1e-6)
     yield Case(f"{N}x{H}x{d}", "norm_fwd", (x, w, 1e-6), 4 * N * H * d)
     yield Case(f"{N}x{H}x{d}", "norm_bwd", (dy, x, w, stats, ops.RMS, torch.empty_like(dy), dw), 6 * N * H * d)
@@ -108,10 +108,10 @@ def activations(s: Shapes) -> Iterator[Case]:
     yield Case(shape, "bias_bwd_", (db, dy), size)
     yield Case(f"{shape} relu2", "act_fwd", (h, relu2), 2 * size)
     yield Case(f"{shape} relu2", "act_bwd_", (dy, h, relu2), 4 * size)
-    H, of, d = s.heads
-    x, docs = randn(N, of * d).view(N, of, d)[:, :H], ops.make_docs([N], s.device)
+    H, total, d = s.heads
+    x, docs = randn(N, total * d).view(N, total, d)[:, :H], ops.make_docs([N], s.device)
     cos, sin = ops.rope_table(1e4 ** (-torch.arange(0, d, 2, device=s.device) / d), N)
-    yield Case(f"{N}x{H}x{d} of {of}", "rope_", (x, cos, sin, docs.positions), 4 * N * H * d)
+    yield Case(f"{N}x{H}x{d} of {total}", "rope_", (x, cos, sin, docs.positions), 4 * N * H * d)
 
 
 def ends(s: Shapes) -> Iterator[Case]:
@@ -160,9 +160,9 @@ def fp8(s: Shapes) -> Iterator[Case]:
     for D in s.quantized:
         x = randn(N, D)
         for rows, columns in ((True, False), (False, True), (True, True)):
-            written = (rows + columns) * N * D
+            written_bytes = (rows + columns) * N * D
             label = f"{N}x{D} {'rows' * rows} {'columns' * columns}"
-            yield Case(label, "quantize", (x, rows, columns), 4 * N * D + written)
+            yield Case(label, "quantize", (x, rows, columns), 4 * N * D + written_bytes)
     codes = ops.quantize(randn(N, F)).rows
     assert codes is not None
     yield Case(f"{N}x{F}", "turn", (codes, torch.empty(F, N, dtype=codes.dtype, device=s.device)), 2 * N * F)
@@ -174,8 +174,8 @@ def fp8(s: Shapes) -> Iterator[Case]:
         for dtype in (BF16, torch.float32):
             args = (a.rows, a.scale, b.rows, b.scale, s.zeros(M, O, dtype=dtype))
             yield Case(f"{M}x{K}x{O} to {dtype}", "fp8_matmul", args, 2 * M * K * O, flops=True)
-            added = (s.zeros(M, O, dtype=dtype), *args[:4])
-            yield Case(f"{M}x{K}x{O} to {dtype}", "fp8_add_", added, 2 * M * K * O, flops=True)
+            add_args = (s.zeros(M, O, dtype=dtype), *args[:4])
+            yield Case(f"{M}x{K}x{O} to {dtype}", "fp8_add_", add_args, 2 * M * K * O, flops=True)
     yield from fp8_experts(s)
 
 
@@ -288,36 +288,36 @@ def routing(s: Shapes) -> Iterator[Case]:
 def packed(s: Shapes) -> Iterator[Case]:
     """The experts of a layer in each packing."""
     name, (E, _, D, I) = next(iter(s.mixtures.items()))
-    drawn = lambda low, high, *shape: torch.randint(low, high, shape, dtype=torch.uint8, device=s.device)
-    moved = lambda *parts: sum(t.numel() * t.element_size() for t in parts)
+    draw = lambda low, high, *shape: torch.randint(low, high, shape, dtype=torch.uint8, device=s.device)
+    nbytes = lambda *parts: sum(t.numel() * t.element_size() for t in parts)
     scales = s.randn(E, -(-I // 128), -(-D // 128), dtype=torch.float32)
-    codes, wide = drawn(0, 127, E, I, D), torch.zeros(E, I, D, dtype=BF16, device=s.device)  # 127: NaN
-    yield Case(name, "e4m3_decode", (codes, scales, wide, (128, 128)), moved(codes, scales, wide))
-    parts = drawn(0, 256, E, I * D // 2), s.randn(E, -(-I * D // 64), dtype=torch.float32)
-    yield Case(name, "nf4_decode", (*parts, wide.view(E, -1)), moved(*parts, wide))
-    codes, factor = drawn(0, 256, E, I, D // 2), s.randn(E, dtype=torch.float32)
-    for group, of_all in ((32, None), (16, factor)):
-        scales = drawn(110, 127, E, I, D // group)
-        yield Case(name, "fp4_decode", (codes, scales, of_all, wide), moved(codes, scales, wide))
+    codes, decoded = draw(0, 127, E, I, D), torch.zeros(E, I, D, dtype=BF16, device=s.device)  # 127: NaN
+    yield Case(name, "e4m3_decode", (codes, scales, decoded, (128, 128)), nbytes(codes, scales, decoded))
+    parts = draw(0, 256, E, I * D // 2), s.randn(E, -(-I * D // 64), dtype=torch.float32)
+    yield Case(name, "nf4_decode", (*parts, decoded.view(E, -1)), nbytes(*parts, decoded))
+    codes, factor = draw(0, 256, E, I, D // 2), s.randn(E, dtype=torch.float32)
+    for group, global_scale in ((32, None), (16, factor)):
+        scales = draw(110, 127, E, I, D // group)
+        yield Case(name, "fp4_decode", (codes, scales, global_scale, decoded), nbytes(codes, scales, decoded))
     words = torch.randint(-(1 << 31), 1 << 31, (E, I, D // 8), dtype=torch.int32, device=s.device)
     scales = s.randn(E, I, D // 32)
-    yield Case(name, "int4_decode", (words, scales, None, wide, 32), moved(words, scales, wide))
+    yield Case(name, "int4_decode", (words, scales, None, decoded, 32), nbytes(words, scales, decoded))
 
 
 def scans(s: Shapes) -> Iterator[Case]:
     """A gated delta rule with the operations around it, and the gate of an attention's output."""
     N, (K, H, d), docs = s.N, s.scan, ops.make_docs([s.N], s.device)
-    what, values = f"{N}x{H}x{d}", 2 * N * H * d
-    yield from recurrence(what, s, (K, H, d, d), True)
+    label, values = f"{N}x{H}x{d}", 2 * N * H * d
+    yield from recurrence(label, s, (K, H, d, d), True)
     C = (2 * K + H) * d
     x, dx, w = s.randn(N, C), s.randn(N, C), s.randn(C, 4)
     yield Case(f"{N}x{C}", "conv_fwd", (x, w, None, docs), 4 * x.numel())
     yield Case(f"{N}x{C}", "conv_bwd", (dx, x, w, None, docs, s.zeros(C, 4), None, torch.zeros_like(x)), 6 * x.numel())
     v, dy, gate, out = (s.randn(N, H, d) for _ in range(4))
-    yield from gated_norm(what, dy, v, gate, s.randn(d), s.zeros(d), False)
+    yield from gated_norm(label, dy, v, gate, s.randn(d), s.zeros(d), False)
     for act in ("sigmoid", "silu"):
-        yield Case(f"{what} {act}", "gate_fwd", (v, gate, act), 3 * values)
-        yield Case(f"{what} {act}", "gate_bwd", (dy, v, gate, out, act), 5 * values)
+        yield Case(f"{label} {act}", "gate_fwd", (v, gate, act), 3 * values)
+        yield Case(f"{label} {act}", "gate_bwd", (dy, v, gate, out, act), 5 * values)
     K, H, d, e = s.mamba  # Mamba2's recurrence has no delta rule, its norm is of groups of heads
     yield from recurrence(f"{N}x{H}x{e}, states of {d}", s, s.mamba, False)
     x, dy, gate = (s.randn(N, K, H * e // K) for _ in range(3))
@@ -363,8 +363,8 @@ def error(case: Case) -> float:
     """The largest relative error of results and written arguments, compared with the reference implementation."""
     op = getattr(ops, case.op)
     differences = [
-        [t.float() if t.dtype in EXACT else t for t in _run(case, of) if t.dtype in COMPARED]
-        for of in (op, op.__wrapped__)
+        [t.float() if t.dtype in EXACT else t for t in _run(case, fn) if t.dtype in COMPARED]
+        for fn in (op, op.__wrapped__)
     ]
     norm = lambda t: float(torch.linalg.vector_norm(t, dtype=torch.float64))
     return max(norm(a.float() - b.float()) / max(norm(b), 1e-30) for a, b in zip(*differences, strict=True))

@@ -42,29 +42,29 @@ def check(folders: Mapping[str, Path], say: Callable[[str], None], tuning: bool 
 
 
 def _rows(folders: Mapping[str, Path], end: float, tuning: bool) -> Iterator[Row]:
-    device = host.torch_device()
+    gpu_device = host.torch_device()
     yield from host.software()
     if tuning:  # takes some minutes, most of them for compilation
-        yield from tune.rows(device, gpu.CHECKED, gpu.call_seconds) if device else [gpu.no_gpu()]
+        yield from tune.rows(gpu_device, gpu.CHECKED, gpu.call_seconds) if gpu_device else [gpu.no_gpu()]
         return
-    dtype = "BF16" if device else "F32"
-    where = device or torch.device("cpu")
-    speeds = {"matmul": compute.matmul_rate(where, torch.bfloat16 if device else torch.float32)}
-    speeds |= processor.processor_rates(where, dtype, memory_limits(where, None, None).ram)
+    dtype = "BF16" if gpu_device else "F32"
+    device = gpu_device or torch.device("cpu")
+    speeds = {"matmul": compute.matmul_rate(device, torch.bfloat16 if gpu_device else torch.float32)}
+    speeds |= processor.processor_rates(device, dtype, memory_limits(device, None, None).ram)
     yield from host.host(speeds)
-    if device is None:
+    if gpu_device is None:
         yield gpu.no_gpu()
     else:
-        yield from gpu.gpu(device, speeds)
-    tried = dict[Path, dict[str, float]]()  # rates of drives
-    yield from drives(folders, tried)
-    if device is not None:
-        fp8 = torch.cuda.get_device_capability(device) >= (8, 9)
-        with tuned.in_use(tuned.stored(device)):
+        yield from gpu.gpu(gpu_device, speeds)
+    drive_speeds = dict[Path, dict[str, float]]()  # rates of drives
+    yield from drives(folders, drive_speeds)
+    if gpu_device is not None:
+        fp8 = torch.cuda.get_device_capability(gpu_device) >= (8, 9)
+        with tuned.in_use(tuned.stored(gpu_device)):
             yield from gpu.kernels(gpu.CHECKED, gpu.call_seconds, speeds, fp8)
         torch.cuda.empty_cache()
-    folder, rates = next(iter(tried.items()), (None, {}))
-    yield from steps(where, memory_limits(where, None, None), rates_of(speeds | rates), folder, end)
+    folder, rates = next(iter(drive_speeds.items()), (None, {}))
+    yield from steps(device, memory_limits(device, None, None), rates_of(speeds | rates), folder, end)
 
 
 def folders_of(paths: Iterable[str]) -> dict[str, Path]:

@@ -25,14 +25,14 @@ def drives(folders: Mapping[str, Path], out: dict[Path, dict[str, float]]) -> It
     for name, folder in folders.items():
         disk, model = shutil.disk_usage(folder), drive.identity(folder)["model"] or "a drive without a model's name"
         left = disk.free - reserved(disk.total)
-        full = "" if left > 0 else f"free {gb(-left)}: nearly full drives write slowly"
-        yield Row("drive", name, f"{model}, {gb(disk.free)} of {gb(disk.total)} free", full)
+        space_advice = "" if left > 0 else f"free {gb(-left)}: nearly full drives write slowly"
+        yield Row("drive", name, f"{model}, {gb(disk.free)} of {gb(disk.total)} free", space_advice)
         with Temporary(HIDDEN, folder) as trial:
             yield _links(name, trial)
             direct = is_direct(trial)
-        how = "" if direct else "put the store on ext4, xfs or btrfs of a drive of this machine"
+        advice = "" if direct else "put the store on ext4, xfs or btrfs of a drive of this machine"
         result = "files bypass the page cache" if direct else "no O_DIRECT: slower, through the page cache"
-        yield Row("drive", f"{name}, O_DIRECT", result, how)
+        yield Row("drive", f"{name}, O_DIRECT", result, advice)
         if disk.free < LEAST:
             yield Row("drive", f"{name}, rates", "not tried: less than 1 GiB is free", "free some space")
             continue

@@ -40,10 +40,10 @@ CHECKED = Shapes(
 def no_gpu() -> Row:
     """Why there is no GPU that trains."""
     if not torch.cuda.is_available():
-        why = "sees no GPU" if torch.version.cuda else "is built without CUDA"
-        how = "to train on a GPU, install NVIDIA's driver and a torch with CUDA"
-        result = f"torch {torch.__version__} {why}: not measured are kernels, GPU memory and PCIe"
-        return Row("gpu", "GPU", result, how)
+        cause = "sees no GPU" if torch.version.cuda else "is built without CUDA"
+        advice = "to train on a GPU, install NVIDIA's driver and a torch with CUDA"
+        result = f"torch {torch.__version__} {cause}: not measured are kernels, GPU memory and PCIe"
+        return Row("gpu", "GPU", result, advice)
     if torch.version.hip:
         return Row("gpu", "GPU", "an AMD GPU; the kernels are for NVIDIA GPUs", "use an NVIDIA GPU")
     name = torch.cuda.get_device_name()
@@ -56,12 +56,12 @@ def gpu(device: torch.device, rates: Mapping[str, float]) -> Iterator[Row]:
     with suppress(ValueError):  # not a known one
         sheet = find_gpu(name)
     free, total = torch.cuda.mem_get_info(device)
-    busy = "close what else uses it" if free < 0.85 * total else ""
+    advice = "close what else uses it" if free < 0.85 * total else ""
     driver = re.search(r"\b\d{3,}\.[\d.]+", chips(device, "")["driver"])
     result = f"{name}, driver {driver[0] if driver else 'unknown'}, {gib(free, 1)} of {gib(total, 1)} free"
-    yield Row("gpu", "GPU", result, busy, {"measured": bool(MEASURED.search(name))})
-    why = driver_error()
-    yield Row("gpu", "Triton's compiler", why or "works", "install gcc and python3-dev" if why else "")
+    yield Row("gpu", "GPU", result, advice, {"measured": bool(MEASURED.search(name))})
+    reason = driver_error()
+    yield Row("gpu", "Triton's compiler", reason or "works", "install gcc and python3-dev" if reason else "")
     a = torch.randn(8192, 8192, device=device, dtype=torch.bfloat16)
     for _ in range(20):
         a @ a
@@ -71,33 +71,33 @@ def gpu(device: torch.device, rates: Mapping[str, float]) -> Iterator[Row]:
     yield Row("gpu", "starting a kernel", f"{overhead * 1e6:.0f} us of the CPU for each")
 
 
-def link(busy: Mapping[str, int]) -> Row:
-    """A row on the link. `busy`: from host.gpu_now, while the GPU computes."""
-    if "lanes" not in busy:
+def link(state: Mapping[str, int]) -> Row:
+    """A row on the link. `state`: from host.gpu_now, while the GPU computes."""
+    if "lanes" not in state:
         return Row("gpu", "PCIe", "the driver does not say")
-    lanes, of, best = busy["lanes"], busy.get("lanes of the card", 0), busy.get("generation", 0)
-    result = f"x{lanes} of x{of}, generation {busy.get('generation now', 0)} under load of {best}"
-    slow = "another slot of the board may have all lanes" if lanes < of else ""
-    if not slow and busy.get("generation now", best) < best:
+    lanes, card_lanes, best = state["lanes"], state.get("lanes of the card", 0), state.get("generation", 0)
+    result = f"x{lanes} of x{card_lanes}, generation {state.get('generation now', 0)} under load of {best}"
+    slow = "another slot of the board may have all lanes" if lanes < card_lanes else ""
+    if not slow and state.get("generation now", best) < best:
         slow = "look at the board's firmware: the link could be faster"
-    watts = busy.get("milliwatts", 0) / 1000
+    watts = state.get("milliwatts", 0) / 1000
     result += f"; power limit {watts:.0f} W" if watts else ""
     return Row("gpu", "PCIe", result, slow)
 
 
 def compared_rates(sheet: Gpu | None, rates: Mapping[str, float]) -> Iterator[Row]:
     """Yields rows of rates, compared with what such a GPU usually has."""
-    hot = "look at its power limit, temperature and mode, and at other programs"
+    cooling = "look at its power limit, temperature and mode, and at other programs"
     parts = (
-        ("matmul", "bf16 matrix multiplication", 1e12, "TFLOP/s", "matmul", hot),
-        ("copy", "GPU memory", 1e9, "GB/s", "copy", hot),
+        ("matmul", "bf16 matrix multiplication", 1e12, "TFLOP/s", "matmul", cooling),
+        ("copy", "GPU memory", 1e9, "GB/s", "copy", cooling),
         ("h2d", "copies to the GPU", GB, "GB/s", "bus", "is it in the fastest slot, with all lanes?"),
         ("d2h", "copies from the GPU", GB, "GB/s", "bus", "is it in the fastest slot, with all lanes?"),
     )
-    for name, what, unit, shown, field, how in parts:
+    for name, label, unit, unit_name, field, advice in parts:
         rate, usual = rates[name], vars(sheet)[field] if sheet else 0.0
         share = f", {percent(rate / usual)} of what is usual for it" if usual else ""
-        yield Row("gpu", what, f"{rate / unit:,.0f} {shown}{share}", how if rate < LITTLE * usual else "")
+        yield Row("gpu", label, f"{rate / unit:,.0f} {unit_name}{share}", advice if rate < LITTLE * usual else "")
 
 
 # ---------------------------------------------------------------- kernels
@@ -131,21 +131,21 @@ def kernels(
 
 
 def _compared(case: Case, timed: Callable[[Case], float], rates: Mapping[str, float]) -> Row:
-    what, how = f"{case.op} {case.label}", "do not train on this GPU; send this report to the project"
+    label, advice = f"{case.op} {case.label}", "do not train on this GPU; send this report to the project"
     try:
-        off, same, took = error(case), repeats(case, TIMES), timed(case)
+        deviation, repeatable, seconds = error(case), repeats(case, TIMES), timed(case)
     except torch.cuda.OutOfMemoryError:
         raise
-    except Exception as failed:  # of Triton's compiler, of its launcher, of CUDA
-        why = f"{type(failed).__name__}: {' '.join(str(failed).split())[:200]}"
-        return Row("kernels", what, f"FAILED: {why}", how)
-    if not off <= case.bound:
-        return Row("kernels", what, f"WRONG: differs by {off:.1e} from its reference", how)
-    if not same:
-        return Row("kernels", what, f"WRONG: {TIMES} calls give different bits", how)
-    bound = case.work / (rates["matmul"] * (2 if "fp8" in what else 1) if case.flops else rates["copy"])
-    result = f"{took * 1e3:.3g} ms, {percent(bound / took)} of the bound, error {off:.0e}"
-    return Row("kernels", what, result, numbers={"seconds": took})
+    except Exception as failure:  # of Triton's compiler, of its launcher, of CUDA
+        reason = f"{type(failure).__name__}: {' '.join(str(failure).split())[:200]}"
+        return Row("kernels", label, f"FAILED: {reason}", advice)
+    if not deviation <= case.bound:
+        return Row("kernels", label, f"WRONG: differs by {deviation:.1e} from its reference", advice)
+    if not repeatable:
+        return Row("kernels", label, f"WRONG: {TIMES} calls give different bits", advice)
+    bound = case.work / (rates["matmul"] * (2 if "fp8" in label else 1) if case.flops else rates["copy"])
+    result = f"{seconds * 1e3:.3g} ms, {percent(bound / seconds)} of the bound, error {deviation:.0e}"
+    return Row("kernels", label, result, numbers={"seconds": seconds})
 
 
 def call_seconds(case: Case) -> float:

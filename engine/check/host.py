@@ -25,24 +25,24 @@ def is_wsl() -> bool:
 
 def software() -> Iterator[Row]:
     yield versions()
-    why = why_slow()
-    how = "repair that: AdamW on the CPU is several times slower without it" if why else ""
-    yield Row("software", "C++ compiler", why or "compiles AdamW for this CPU", how)
+    reason = why_slow()
+    advice = "repair that: AdamW on the CPU is several times slower without it" if reason else ""
+    yield Row("software", "C++ compiler", reason or "compiles AdamW for this CPU", advice)
 
 
 def host(rates: Mapping[str, float]) -> Iterator[Row]:
     """Yields rows. `rates`: from processor.processor_rates."""
-    here, may = os.cpu_count() or 1, cores()
-    quota = f"; {update_threads()} update" if may < here else ""
-    few = "raise the container's CPU limit or the affinity, if updates limit steps" if may < here / 2 else ""
-    yield Row("host", "cores", f"{may:g} of {here} may be used{quota}", few)
+    installed, usable = os.cpu_count() or 1, cores()
+    quota = f"; {update_threads()} update" if usable < installed else ""
+    few = "raise the container's CPU limit or the affinity, if updates limit steps" if usable < installed / 2 else ""
+    yield Row("host", "cores", f"{usable:g} of {installed} may be used{quota}", few)
     free, total = available_ram(), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     low = "" if free >= LITTLE_RAM else "free some: what RAM has no room for goes to the SSD"
     yield Row("host", "RAM that is free", f"{gib(free, 1)} of {gib(total, 1)}", low)
     if is_wsl():
         yield Row("host", "WSL2", "memory of the virtual machine", "raise memory= in .wslconfig, if RAM is short")
     dram, adam = rates["dram"], rates["adam"]
-    slow = "one memory channel in use, or busy programs? Fill all channels" if dram < 20 * GB and may >= MANY else ""
+    slow = "one memory channel in use, or busy programs? Fill all channels" if dram < 20 * GB and usable >= MANY else ""
     yield Row("host", "RAM bandwidth", f"{dram / GB:.0f} GB/s", slow)
     low = "close other programs, or look at the CPU's power mode" if adam < 0.4 * CORE_ADAM * update_threads() else ""
     low = low if adam < dram / 100 else ""  # else RAM limits it

@@ -54,22 +54,22 @@ def steps(device: torch.device, limits: Limits, rates: Rates, folder: Path | Non
     name, tokens, n_micro = MODEL[cuda]
     cfg = find_model(name)
     for place, placement in PLACES[cuda].items():
-        what, dtype, seq, store = f"{name}, {place}", "BF16" if cuda else "F32", tokens // 8, placement == "ssd"
+        label, dtype, seq, store = f"{name}, {place}", "BF16" if cuda else "F32", tokens // 8, placement == "ssd"
         wanted = Wanted(((tokens, n_micro),), dtype, record=1 << 22, placement=placement, on_cuda=cuda, document=seq)
-        why = "no drive was tried" if store and folder is None else "out of time" if time.monotonic() > end else ""
+        reason = "no drive was tried" if store and folder is None else "out of time" if time.monotonic() > end else ""
         try:
             plan = simple_plan(cfg, limits, wanted)
         except DoesNotFit as error:
-            why = why or str(error).split(". ")[0]
-        if why:
-            yield Row("step", what, f"not tried: {why}")
+            reason = reason or str(error).split(". ")[0]
+        if reason:
+            yield Row("step", label, f"not tried: {reason}")
             continue
         estimate = predict(cfg, plan, rates, Batch(tokens, seq, n_micro)).step_s
         with random_engine(cfg, plan, limits, RealQueues(device), folder if store else None) as e:
             seconds = _timed(e, seq)
         del e
         gc.collect()  # frees the engine's buffers
-        yield compared(what, seconds, estimate, cuda)
+        yield compared(label, seconds, estimate, cuda)
 
 
 def compared(name: str, seconds: float, estimate: float, cuda: bool) -> Row:
@@ -143,7 +143,7 @@ def _fill(
     packed: Callable[[], torch.Tensor],
     coded: Callable[[], Quantized],
 ) -> None:
-    layout, at, packing = placement.layout(entry), 0, placement.geo.cfg.packing
+    layout, offset, packing = placement.layout(entry), 0, placement.geo.cfg.packing
     with writing(placement, entry) as buffer:
         for name, tensor in views(layout, buffer).items():
             part = packing.part_of(name) if packing else None
@@ -152,24 +152,24 @@ def _fill(
             elif name.endswith(ROWS):
                 rows = coded().rows
                 assert rows is not None
-                at = _repeat(rows.view(torch.uint8).view(-1), tensor.view(torch.uint8).view(-1), at)
+                offset = _repeat(rows.view(torch.uint8).view(-1), tensor.view(torch.uint8).view(-1), offset)
             elif packing and part is packing.parts[1]:  # values of MXFP4 are about 3; times 2^-7 they are as the tile's
                 tensor.fill_(120 if tensor.dtype == torch.uint8 else 0.02)
             elif part and tensor.dtype == torch.uint8:
-                at = _repeat(packed(), tensor.view(-1), at)
+                offset = _repeat(packed(), tensor.view(-1), offset)
             elif tensor.dim() == 1:
                 tensor.fill_(0.0 if name.endswith("bias") else 1.0)
             else:
-                at = _repeat(tile, tensor.view(-1), at)
+                offset = _repeat(tile, tensor.view(-1), offset)
 
 
-def _repeat(tile: torch.Tensor, out: torch.Tensor, at: int) -> int:
-    """Fills `out` with the tile again and again, beginning with the tile's element `at`; returns the next element."""
+def _repeat(tile: torch.Tensor, out: torch.Tensor, offset: int) -> int:
+    """Fills `out` with the tile, repeated from its element `offset` on; returns the next element."""
     while len(out):
-        part = tile[at : at + len(out)]
+        part = tile[offset : offset + len(out)]
         out[: len(part)].copy_(part)
-        out, at = out[len(part) :], (at + len(part)) % len(tile)
-    return at
+        out, offset = out[len(part) :], (offset + len(part)) % len(tile)
+    return offset
 
 
 def make_batch(
@@ -180,8 +180,8 @@ def make_batch(
     rows = []
     for _ in range(tokens // seq):
         if text:
-            at = random.integers(0, len(text) - seq)
-            rows.append(np.frombuffer(text[at : at + seq], np.uint8).astype(np.int32))
+            start = random.integers(0, len(text) - seq)
+            rows.append(np.frombuffer(text[start : start + seq], np.uint8).astype(np.int32))
         else:
             rows.append(random.integers(0, cfg.vocab, seq).astype(np.int32))
     batch = []

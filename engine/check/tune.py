@@ -123,10 +123,10 @@ def rows(device: torch.device, shapes: Shapes, seconds: Callable[[Case], float])
     with tuned.in_use({}):
         for row in tune(launch.chip(device), shapes, seconds):
             if "setting" in row.numbers:
-                settings[row.what] = json.loads(str(row.numbers["setting"]))
+                settings[row.name] = json.loads(str(row.numbers["setting"]))
                 rounds = rounds if row.numbers["same"] else ", with other roundings than untuned ones"
             yield row
     path = tuned.store(device, settings)
-    where = f"kept in {path}" if path else "not kept: there is no cache folder of this user's own"
-    result = f"{len(settings)} launches, {where}. Runs use them from now on{rounds}"
-    yield Row("tune", "settings", result if settings else f"none is faster; {where}")
+    location = f"kept in {path}" if path else "not kept: there is no cache folder of this user's own"
+    result = f"{len(settings)} launches, {location}. Runs use them from now on{rounds}"
+    yield Row("tune", "settings", result if settings else f"none is faster; {location}")

@@ -33,8 +33,8 @@ def stored(device: torch.device) -> dict[str, Sequence[int]]:
     """The settings stored for this GPU and this software that it may use; none for a CPU."""
     with suppress(OSError, ValueError, AttributeError, TypeError):
         if device.type == "cuda" and (path := _file(device)):
-            here, settings = chip(device), json.loads(path.read_bytes())
-            return {name: setting for name, setting in settings.items() if not misfit(here, {name: setting})}
+            current_chip, settings = chip(device), json.loads(path.read_bytes())
+            return {name: setting for name, setting in settings.items() if not misfit(current_chip, {name: setting})}
     return {}
 
 
@@ -46,8 +46,8 @@ def digest(settings: Settings) -> str:
 def _file(device: torch.device) -> Path | None:
     """Settings hold for a GPU, its driver, torch and Triton."""
     driver = str(chips(device, "").get("driver", ""))
-    known = {"gpu": model_of(device), "driver": driver, "torch": torch.__version__, "triton": version("triton")}
-    name, folder = hashlib.sha256(json.dumps(known, sort_keys=True).encode()).hexdigest()[:12], cache_folder()
+    identity = {"gpu": model_of(device), "driver": driver, "torch": torch.__version__, "triton": version("triton")}
+    name, folder = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:12], cache_folder()
     return folder and folder / f"launches-{name}.json"
 
 

@@ -119,7 +119,7 @@ def test_what_a_drive_lacks_is_said(tmp_path, monkeypatch):
 
 
 def test_what_the_host_lacks_is_said(monkeypatch):
-    assert not any(row.change for row in host.host(RATES) if "AdamW" in row.what)
+    assert not any(row.change for row in host.host(RATES) if "AdamW" in row.name)
     monkeypatch.setattr(host, "cores", lambda: 8.0)
     monkeypatch.setattr(host, "update_threads", lambda: 7)
     monkeypatch.setattr(host.os, "cpu_count", lambda: 64)
@@ -156,7 +156,7 @@ def test_rates_are_compared_with_those_of_such_a_gpu():
     usual = {"matmul": sheet.matmul, "copy": sheet.copy, "h2d": sheet.bus, "d2h": sheet.bus}
     assert [row.change for row in gpu.compared_rates(sheet, usual)] == [""] * 4
     assert "100 % of what is usual" in next(gpu.compared_rates(sheet, usual)).result
-    slow = [row.what for row in gpu.compared_rates(sheet, usual | {"matmul": 6e13, "h2d": 6e9}) if row.change]
+    slow = [row.name for row in gpu.compared_rates(sheet, usual | {"matmul": 6e13, "h2d": 6e9}) if row.change]
     assert slow == ["bf16 matrix multiplication", "copies to the GPU"]
     assert [row.change for row in gpu.compared_rates(None, usual)] == [""] * 4
 
@@ -182,7 +182,7 @@ def test_a_wrong_kernel_is_named(monkeypatch):
     monkeypatch.setattr(ops, "conv_fwd", wrong)
     rows = list(gpu.kernels(SMALL, lambda case: 1e-3, RATES, fp8=False))
     (bad,) = [row for row in rows if row.change]
-    assert bad.what.startswith("conv_fwd ")
+    assert bad.name.startswith("conv_fwd ")
     assert "WRONG: differs by 1.0e-01 from its reference" in bad.result
     assert rows[-1].result == "this GPU has none"
     calls = count()
@@ -190,7 +190,7 @@ def test_a_wrong_kernel_is_named(monkeypatch):
     ops.conv_fwd.__wrapped__ = right.__wrapped__
     (bad,) = [row for row in gpu.kernels(SMALL, lambda case: 1e-3, RATES, fp8=False) if row.change]
     assert bad.result == "WRONG: 5 calls give different bits"
-    took = [row.result for row in rows if row.what.startswith("act_fwd 64x48 silu")]
+    took = [row.result for row in rows if row.name.startswith("act_fwd 64x48 silu")]
     assert took == [f"1 ms, {percent(3 * 2 * 64 * 48 / RATES['copy'] / 1e-3)} of the bound, error 0e+00"]
     monkeypatch.setattr(time, "monotonic", count(step=1000).__next__)  # seconds
     late = list(gpu.kernels(SMALL, lambda case: 1e-3, RATES, fp8=True))
@@ -274,5 +274,5 @@ def test_this_gpu_is_described():
     device = torch.device("cuda")
     rates = {"matmul": compute.matmul_rate(device, torch.bfloat16)} | processor.processor_rates(device, "BF16", 1 << 33)
     rows = list(gpu.gpu(device, rates))
-    assert [row.what for row in rows][:2] == ["GPU", "Triton's compiler"]
+    assert [row.name for row in rows][:2] == ["GPU", "Triton's compiler"]
     assert all(row.line() for row in rows)

@@ -50,7 +50,7 @@ def used(monkeypatch):
 @pytest.mark.full
 def test_the_faster_settings_are_kept_for_this_gpu_and_this_software(here, used):
     fast = lambda: any(used.get(name) == setting for name, setting in FASTER.items())
-    said = {row.what: row for row in tune.rows(GPU, TINY, lambda case: 1 / 1.5 if fast() else 1.0)}
+    said = {row.name: row for row in tune.rows(GPU, TINY, lambda case: 1 / 1.5 if fast() else 1.0)}
     assert said.keys() == {*tried(RTX_4090), "settings"}
     assert said["grouped_mm"].result == "64, 64, 128, 4, 3: 1.50 times as fast; bitwise identical"
     assert said["attention_fwd 64"].result == "as it is: 4 of 4 settings tried"
@@ -143,6 +143,6 @@ def test_tuning_this_gpu_keeps_settings_that_a_run_can_use(monkeypatch, tmp_path
     device = torch.device("cuda", torch.cuda.current_device())
     said = []
     rows = check.check({}, said.append, tuning=True)
-    assert [row.what for row in rows if row.part == "tune"] == [*tried(launch.chip(device)), "settings"]
-    found = {row.what for row in rows if row.part == "tune" and row.numbers.get("gain", 1.0) > 1.0}
+    assert [row.name for row in rows if row.part == "tune"] == [*tried(launch.chip(device)), "settings"]
+    found = {row.name for row in rows if row.part == "tune" and row.numbers.get("gain", 1.0) > 1.0}
     assert tuned.stored(device).keys() == found
