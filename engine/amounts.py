@@ -21,15 +21,15 @@ def number(low: float, high: float = MOST, kind: Callable[[str], float] = float)
         except ValueError:
             value = float("nan")
         if not low <= value <= high:
-            what = "a whole number" if kind is int else "a number"
+            noun = "a whole number" if kind is int else "a number"
             bounds = f"from {low:g} to {high:g}" if high < MOST or value > high else f"of at least {low:g}"
-            raise ValueError(f"{text!r} is not {what} {bounds}")
+            raise ValueError(f"{text!r} is not {noun} {bounds}")
         return value
 
     return parse
 
 
-whole = number(1, kind=int)
+positive_int = number(1, kind=int)
 
 
 def positive(text: str) -> float:

@@ -39,8 +39,8 @@ class Reader:
         `parts`: of a record, only these, at their offsets (Geometry.state_parts). A copy is valid until another is read
         to the same bytes; weights and low halves have different places. In a simulation the tensor is empty.
         """
-        buffer, ready = self.bring(entry, *parts)
-        for task in () if self.placement.queues.simulated else ready:
+        buffer, reads = self.bring(entry, *parts)
+        for task in () if self.placement.queues.simulated else reads:
             task.wait()
         return buffer
 
@@ -56,8 +56,8 @@ class Reader:
         name, place = shards[0].name, range(begin + shards[0].first, begin + shards[-1].first + shards[-1].layout.span)
         _, tasks = self._staged.pop(name, (place, ()))
         if not tasks:
-            over = [n for n, (at, _) in self._staged.items() if at.start < place.stop and place.start < at.stop]
-            after = [task for n in over for task in self._staged.pop(n)[1]]
+            names = [n for n, (span, _) in self._staged.items() if span.start < place.stop and place.start < span.stop]
+            after = [task for n in names for task in self._staged.pop(n)[1]]
             tasks = (_fetch(placement, entry, shards, buffer, after),)
         self._staged[name] = place, tasks
         return buffer, tasks
@@ -110,20 +110,20 @@ def _place(placement: Placement, entry: Entry) -> tuple[int, Tensor]:
     """(first byte, buffer) within the staging buffer in RAM for an entry that is not stored in RAM: records lie at its
     end, weights at its beginning.
     """
-    whole, span = next(iter(placement.many("ram", "staging")), NOTHING), placement.layout(entry).span
+    staging, span = next(iter(placement.many("ram", "staging")), NOTHING), placement.layout(entry).span
     begin = placement.staging - span if entry.kind == "state" else 0
-    return begin, whole[begin : begin + span]
+    return begin, staging[begin : begin + span]
 
 
 def save_to_store(placement: Placement, progress: Progress = silent) -> None:
     """Writes what is stored on GPUs or in RAM to its shards in the store. Raises StoreError."""
     reader, written = Reader(placement), list[tuple[Entry, Task]]()
     for entry in placement.entries(everything=False):
-        buffer, ready = reader.bring(entry)
+        buffer, reads = reader.bring(entry)
         shards = placement.shards_of(entry)
         write = partial(placement.move, "write", shards, buffer, later=entry.kind == "state")
         nbytes = sum(shard.layout.span for shard in shards)
-        task = placement.queues.run(f"{entry.queue}_write", entry.content, placement.label(entry), write, ready, nbytes)
+        task = placement.queues.run(f"{entry.queue}_write", entry.content, placement.label(entry), write, reads, nbytes)
         written.append((entry, task))
         reader.used(task)
     for entry, task in () if placement.queues.simulated else written:
@@ -138,11 +138,11 @@ def load_from_store(placement: Placement, progress: Progress) -> None:
     flight afterwards.
     """
     placement.blank = False
-    coming: deque[tuple[Entry, Tensor, list[Future[None]]]] = deque()
+    pending: deque[tuple[Entry, Tensor, list[Future[None]]]] = deque()
 
     def arrive() -> None:
-        entry, buffer, moving = coming.popleft()
-        finish(moving)
+        entry, buffer, futures = pending.popleft()
+        finish(futures)
         stored, span = placement.stored(entry), placement.layout(entry).span
         if stored is not None and stored is not buffer:
             stored[:span].copy_(buffer[:span])
@@ -150,13 +150,13 @@ def load_from_store(placement: Placement, progress: Progress) -> None:
 
     try:
         for entry, buffer in _places(placement):
-            while len(coming) == READ_AHEAD or any(buffer is taken for _, taken, _ in coming):
+            while len(pending) == READ_AHEAD or any(buffer is target for _, target, _ in pending):
                 arrive()
-            coming.append((entry, buffer, placement.start("verify", placement.shards_of(entry), buffer)))
-        while coming:
+            pending.append((entry, buffer, placement.start("verify", placement.shards_of(entry), buffer)))
+        while pending:
             arrive()
     finally:
-        wait([future for _, _, moving in coming for future in moving])
+        wait([future for _, _, futures in pending for future in futures])
 
 
 def _places(placement: Placement) -> Iterator[tuple[Entry, Tensor]]:

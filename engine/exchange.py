@@ -70,8 +70,8 @@ class Exchange:
         check_tied(self.source, self.canonical, self.stored)
         in_bf16 = {name for name, stored in self.stored.items() if self.source.place(stored).dtype == "BF16"}
         frozen = {u for u, layout in enumerate(self.placement.geo.base) if layout.tensors}
-        whole: Loaded = lambda u: None if u in frozen else loaded(u)
-        self.trained = fill(self.placement, self._values, in_bf16, progress, whole)
+        callback: Loaded = lambda u: None if u in frozen else loaded(u)
+        self.trained = fill(self.placement, self._values, in_bf16, progress, callback)
         self.load_base(progress, loaded)
 
     def load_base(self, progress: Progress = silent, loaded: Loaded = silent) -> None:
@@ -108,9 +108,9 @@ class Exchange:
         packing = packing and packing.of(name)
         part = packing and packing.part_of(name)
         for values in self._read(name, first, last):
-            if why := damage(packing, part, values) if packing and part else not_finite(values):
-                where = self.source.named(self.stored.get(name, name))
-                raise InputError(f"{where} {why}; the checkpoint is damaged or diverged")
+            if fault := damage(packing, part, values) if packing and part else not_finite(values):
+                tensor = self.source.named(self.stored.get(name, name))
+                raise InputError(f"{tensor} {fault}; the checkpoint is damaged or diverged")
             yield values
 
     def _read(self, name: str, first: int, last: int) -> Iterator[np.ndarray]:
@@ -130,11 +130,11 @@ def check_tied(source: Source, canonical: Mapping[str, str | None], stored: Mapp
     for copy, name in canonical.items():
         first = stored.get(name) if name else None
         if first is not None and first != copy and not np.array_equal(source.read(first), source.read(copy)):
-            where = f"differ in the files of {source.folder}"
+            difference = f"differ in the files of {source.folder}"
             if not copy.endswith(hf.OUTPUTS):
-                raise InputError(f"{copy} and {first} are two names of one tensor but {where}. Remove one.")
+                raise InputError(f"{copy} and {first} are two names of one tensor but {difference}. Remove one.")
             raise InputError(
-                f"{copy} and {first} are tied by config.json but {where}. "
+                f"{copy} and {first} are tied by config.json but {difference}. "
                 'Set "tie_word_embeddings": false in config.json if they are meant to.'
             )
 
@@ -210,21 +210,21 @@ def _fill_codes(
     out = _numpy(buffer, layout[name + ROWS])
 
     def largest(part: str) -> tuple[Tensor, str]:
-        sums, most = list[str](), torch.zeros(1)
+        sums, maximum = list[str](), torch.zeros(1)
         for raw in summed(read(part, 0, sizes[part]), sums.append):
             for values in map(_tensor, _pieces(_computed(raw, dtype))):
-                most = torch.maximum(most, values.abs().amax().float())
-        return most, sums[0]
+                maximum = torch.maximum(maximum, values.abs().amax().float())
+        return maximum, sums[0]
 
     def write(part: str) -> None:
-        at = firsts[part]
+        offset = firsts[part]
         for raw in read(part, 0, sizes[part]):
             for values in map(_tensor, _pieces(_computed(raw, dtype))):
-                out[at : at + len(values)] = fp8.codes_of(values.float(), power).view(torch.uint8).numpy()
-                at += len(values)
+                out[offset : offset + len(values)] = fp8.codes_of(values.float(), power).view(torch.uint8).numpy()
+                offset += len(values)
 
     maxima = list(pool.map(largest, sizes))
-    power = fp8.power_of(torch.stack([most for most, _ in maxima]).amax(0))
+    power = fp8.power_of(torch.stack([maximum for maximum, _ in maxima]).amax(0))
     _numpy(buffer, layout[name + SCALE])[:] = fp8.power2(-power).numpy()
     list(pool.map(write, sizes))
     return [digest for _, digest in maxima]
@@ -245,11 +245,11 @@ def _fill_record(placement: Placement, u: int, r: int, read: Read, in_bf16: Cont
             return  # the weights are the master
         low, start = _numpy(buffer, placement.layout(entry)["lo"]), 0
         for t in placement.geo.stored[u].tensors:
-            first, last, at = max(a, start), min(b, start + t.numel), max(a, start) - a
+            first, last, offset = max(a, start), min(b, start + t.numel), max(a, start) - a
             for values in read(t.name, first - start, last - start) if first < last and t.name not in in_bf16 else ():
                 master = torch.from_numpy(convert(values, dtype_of(values), "F32"))
-                low[at : at + len(values)] = split_master(master)[1].numpy()
-                at += len(values)
+                low[offset : offset + len(values)] = split_master(master)[1].numpy()
+                offset += len(values)
             start += t.numel
 
 
@@ -298,14 +298,14 @@ def _pieces(values: np.ndarray) -> Iterator[np.ndarray]:
 
 def fill_weight(t: TensorSpec, buffer: Tensor, read: Read, packing: Packing | None) -> str:
     """Fills a tensor's part of a buffer; returns the checksum of the values read."""
-    out, at, sums = _numpy(buffer, t), 0, list[str]()
+    out, offset, sums = _numpy(buffer, t), 0, list[str]()
     name, first = in_file(t.name, t.numel)
     packing = packing and packing.of(name)
     part = packing and packing.part_of(name)
     for raw in summed(read(name, first, first + t.numel), sums.append):
         values = raw if part else _computed(raw, t.dtype)
-        out[at : at + len(values)] = values
-        at += len(values)
+        out[offset : offset + len(values)] = values
+        offset += len(values)
     return sums[0]
 
 

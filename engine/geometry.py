@@ -112,13 +112,13 @@ class Geometry:
     @cached_property
     def base_names(self) -> tuple[str, ...]:
         """Names of the units of frozen weights."""
-        rest = (f"{name} rest" if of else name for name, of in zip(self.names, self.slices_of, strict=True))
-        return *rest, *(f"{self.names[u]} experts {experts.start}-{experts.stop - 1}" for u, experts in self.slices)
+        names = (f"{name} rest" if slices else name for name, slices in zip(self.names, self.slices_of, strict=True))
+        return *names, *(f"{self.names[u]} experts {experts.start}-{experts.stop - 1}" for u, experts in self.slices)
 
     @cached_property
     def base_bytes(self) -> tuple[int, ...]:
         """Bytes of each unit's frozen weights, its slices included."""
-        return tuple(sum(self.base[v].span for v in (u, *of)) for u, of in enumerate(self.slices_of))
+        return tuple(sum(self.base[v].span for v in (u, *slices)) for u, slices in enumerate(self.slices_of))
 
     @cached_property
     def weights(self) -> tuple[Layout, ...]:
@@ -131,13 +131,13 @@ class Geometry:
         """Layouts of the frozen weights of each unit, then of each slice. Matrices of fp8 matmuls are fp8 codes."""
         groups = [(u, narrow.base_groups(self.cfg, u)) for u in range(self.n_units)]
         groups += [(u, narrow.slice_groups(self.cfg, u, experts)) for u, experts in self.slices]
-        return tuple(pack(of, self.dtype, narrow.own_dtypes(self.cfg, u)) for u, of in groups)
+        return tuple(pack(parts, self.dtype, narrow.own_dtypes(self.cfg, u)) for u, parts in groups)
 
     @cached_property
     def decoded(self) -> tuple[Layout, ...]:
         """Layouts of what a pass makes from each unit's weights: decoded packed matrices, and fp8 codes."""
-        made = (narrow.derived_groups(self.cfg, u) for u in range(self.n_units))
-        return tuple(pack(groups, self.dtype, dtypes) for groups, dtypes in made)
+        parts = (narrow.derived_groups(self.cfg, u) for u in range(self.n_units))
+        return tuple(pack(groups, self.dtype, dtypes) for groups, dtypes in parts)
 
     @cached_property
     def decode_bytes(self) -> tuple[tuple[int, int], ...]:
@@ -152,14 +152,14 @@ class Geometry:
         sliced = tuple(name for ((name, _),) in narrow.sliced_groups(self.cfg, u))
         packed = sum(t.nbytes for t in self.base[u].tensors if t.name in parts and not t.name.startswith(sliced))
         packed += sum(t.nbytes for t in self.decoded[u].tensors if not t.name.endswith(narrow.FP8))
-        made = Counter[str]()  # codes by their order
+        code_bytes = Counter[str]()  # by their order
         for t in self.decoded[u].tensors:
-            made.update({part: t.nbytes for part in narrow.FP8 if t.name.endswith(part)})
+            code_bytes.update({part: t.nbytes for part in narrow.FP8 if t.name.endswith(part)})
         packed = rounding(self.cfg, self.alike[u], ITEMSIZE[self.dtype]).moved or packed
-        read = packed + 2 * ITEMSIZE[self.dtype] * made[narrow.ROWS]
-        turned = 2 * (made[narrow.COLUMNS] - made[narrow.ROWS])  # of frozen ones
-        forward = read + made[narrow.ROWS] + turned * self.cfg.names.in_out
-        return forward, read + 2 * made[narrow.ROWS] + turned
+        read = packed + 2 * ITEMSIZE[self.dtype] * code_bytes[narrow.ROWS]
+        turned_bytes = 2 * (code_bytes[narrow.COLUMNS] - code_bytes[narrow.ROWS])  # of frozen ones
+        forward = read + code_bytes[narrow.ROWS] + turned_bytes * self.cfg.names.in_out
+        return forward, read + 2 * code_bytes[narrow.ROWS] + turned_bytes
 
     @cached_property
     def quantized(self) -> tuple[bool, ...]:
@@ -205,12 +205,12 @@ class Geometry:
         for u in dict.fromkeys(self.alike):  # alike units have the same sizes by other names
             layout = self._on_disk(self.base[u], narrow.packed_parts(self.cfg, u))
             room[u] = layout.span + 2 * ALIGN * len(layout.tensors)
-        made = dict[tuple[int, range], int]()
+        slice_room = dict[tuple[int, range], int]()
         for v, (u, experts) in enumerate(self.slices, self.n_units):
-            if (self.alike[u], experts) not in made:
+            if (self.alike[u], experts) not in slice_room:
                 layout = self._slice_on_disk(v, narrow.packed_parts(self.cfg, u))
-                made[self.alike[u], experts] = layout.span + 2 * ALIGN * len(layout.tensors)
-        return *(room[u] for u in self.alike), *(made[self.alike[u], experts] for u, experts in self.slices)
+                slice_room[self.alike[u], experts] = layout.span + 2 * ALIGN * len(layout.tensors)
+        return *(room[u] for u in self.alike), *(slice_room[self.alike[u], experts] for u, experts in self.slices)
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
@@ -259,15 +259,15 @@ class Geometry:
         """For each unit the number of stretches before it; last, the number of all."""
         return tuple(accumulate((len(self._stretches(u)) for u in self.alike), initial=0))
 
-    def pieces(self, u: int, most: int) -> tuple[tuple[Stretch, ...], ...]:
-        """A unit's stretches in groups of up to `most` elements; a longer stretch is a group."""
-        return self._pieces(self.alike[u], most)
+    def pieces(self, u: int, limit: int) -> tuple[tuple[Stretch, ...], ...]:
+        """A unit's stretches in groups of up to `limit` elements; a longer stretch is a group."""
+        return self._pieces(self.alike[u], limit)
 
     @cached_method
-    def _pieces(self, u: int, most: int) -> tuple[tuple[Stretch, ...], ...]:
+    def _pieces(self, u: int, limit: int) -> tuple[tuple[Stretch, ...], ...]:
         pieces: list[list[Stretch]] = []
         for stretch in self._stretches(u):
-            if pieces and stretch.stop - pieces[-1][0].start <= most:
+            if pieces and stretch.stop - pieces[-1][0].start <= limit:
                 pieces[-1].append(stretch)
             else:
                 pieces.append([stretch])

@@ -88,13 +88,13 @@ class Buffer:
             self.pool.free(self, after)
 
 
-def copied(queues: Queues, queue: str, kind: Kind, of: str, source: Buffer, target: Buffer, nbytes: int) -> Task:
+def copied(queues: Queues, queue: str, kind: Kind, label: str, source: Buffer, target: Buffer, nbytes: int) -> Task:
     """Queues a copy of the first `nbytes` of a buffer to another; returns its task."""
 
     def copy() -> None:
         target.tensor[:nbytes].copy_(source.tensor[:nbytes], non_blocking=True)
 
-    return queues.run(queue, kind, of, copy, (*source.ready, *target.ready), nbytes=nbytes)
+    return queues.run(queue, kind, label, copy, (*source.ready, *target.ready), nbytes=nbytes)
 
 
 class Pool:
@@ -185,8 +185,8 @@ class Prefetch:
 
     def go_on(self) -> None:
         """To be called when a buffer was freed."""
-        while self.queues and (ready := [queue for queue in self.queues if queue[0][1].may_come]):
-            first = min(ready, key=lambda queue: queue[0][0])
+        while self.queues and (startable := [queue for queue in self.queues if queue[0][1].may_come]):
+            first = min(startable, key=lambda queue: queue[0][0])
             _, item = first.popleft()
             if not first:
                 self.queues = [queue for queue in self.queues if queue]
@@ -227,9 +227,9 @@ class Memory:
         limit = self.limits.of(gpu) if tier == "gpu" else self.limits.ram
         total = self.used(tier, gpu) + nbytes * count
         if total > limit:
-            option, where = ("--gpu-memory", "GPU memory") if tier == "gpu" else ("--ram", "RAM")
+            option, memory = ("--gpu-memory", "GPU memory") if tier == "gpu" else ("--ram", "RAM")
             raise DoesNotFit(
-                f"{name} needs {gib(nbytes * count)} of {where}, {gib(limit - self.used(tier, gpu))} of the limit of "
+                f"{name} needs {gib(nbytes * count)} of {memory}, {gib(limit - self.used(tier, gpu))} of the limit of "
                 f"{gib(limit)} is left. Raise {option} or lower --seq-len or --micro-batch."
             )
         self.table.append((tier, name, nbytes, count, gpu))
@@ -256,13 +256,13 @@ class Memory:
         return list(self._ram_slab(nbytes * count, pin=cuda).split(nbytes))
 
     def _ram_slab(self, nbytes: int, pin: bool) -> Tensor:
-        room = mmap.mmap(-1, nbytes + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared: no huge pages
-        base = ctypes.addressof(ctypes.c_char.from_buffer(room))
+        mapping = mmap.mmap(-1, nbytes + HUGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)  # shared: no huge ones
+        base = ctypes.addressof(ctypes.c_char.from_buffer(mapping))
         skip = -base % HUGE_PAGE
-        whole = nbytes // HUGE_PAGE * HUGE_PAGE  # one more would exceed the limit
-        _advise(room, "MADV_NOHUGEPAGE", 0, len(room))
-        _advise(room, "MADV_HUGEPAGE", skip, whole)
-        _advise(room, "MADV_DONTFORK", 0, len(room))
+        huge_bytes = nbytes // HUGE_PAGE * HUGE_PAGE  # one more would exceed the limit
+        _advise(mapping, "MADV_NOHUGEPAGE", 0, len(mapping))
+        _advise(mapping, "MADV_HUGEPAGE", skip, huge_bytes)
+        _advise(mapping, "MADV_DONTFORK", 0, len(mapping))
         address = base + skip
         if pin and (self.pinned or self.refused):
             self.pinned = self.pinned and _register(address, nbytes, self.devices[0])
@@ -270,8 +270,8 @@ class Memory:
                 self._pins.append(weakref.finalize(self, _unregister, address))
             else:
                 self.refused += nbytes
-        self._maps.append(room)
-        return torch.frombuffer(room, dtype=torch.uint8, count=nbytes, offset=skip)
+        self._maps.append(mapping)
+        return torch.frombuffer(mapping, dtype=torch.uint8, count=nbytes, offset=skip)
 
     def owned(self) -> int:
         """The number of pools' buffers in use; zero between steps."""
@@ -284,11 +284,11 @@ class Memory:
         self._maps.clear()
 
 
-def _advise(room: mmap.mmap, advice: str, start: int, length: int) -> None:
+def _advise(mapping: mmap.mmap, advice: str, start: int, length: int) -> None:
     """Advises the kernel about a mapping. If it refuses, copies are slower."""
     if hasattr(mmap, advice) and length:
         try:
-            room.madvise(getattr(mmap, advice), start, length)
+            mapping.madvise(getattr(mmap, advice), start, length)
         except OSError:
             return
 

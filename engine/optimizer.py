@@ -78,9 +78,9 @@ class Optimizer:
         labels.
         """
         kernels, limit, clips = self.kernels, self.kernels.adamw.max_grad_norm, self.plan.mode == "forward"
-        others = [gpu for gpu in range(self.plan.gpus) if gpu != self.head_gpu]
-        brought = lambda gpu: self.gradients.sums[gpu].to("cpu")
-        sums = [self._on(gpu, "sums of squares", partial(brought, gpu)) for gpu in others]
+        other_gpus = [gpu for gpu in range(self.plan.gpus) if gpu != self.head_gpu]
+        to_ram = lambda gpu: self.gradients.sums[gpu].to("cpu")
+        sums = [self._on(gpu, "sums of squares", partial(to_ram, gpu)) for gpu in other_gpus]
 
         def add(start: Tensor) -> Tensor:
             return sum((part.double().sum().to(start.device) for part in losses), start)
@@ -97,7 +97,7 @@ class Optimizer:
         task = self.queues.run(numbered("compute", self.head_gpu), "statistics", "", conclude, sums)
         if clips:
             fill = lambda gpu: kernels.clip[gpu].fill_(float(task.wait()[2]))
-            kernels.clipped = (task, *(self._on(gpu, "clip", partial(fill, gpu), (task,)) for gpu in others))
+            kernels.clipped = (task, *(self._on(gpu, "clip", partial(fill, gpu), (task,)) for gpu in other_gpus))
         if self.queues.simulated:
             return StepStats(0.0, 0.0, 1.0)
         loss, norm, factor = task.wait().tolist()
@@ -105,8 +105,8 @@ class Optimizer:
             kernels.clip_in_ram = torch.tensor([factor])
         return StepStats(loss, norm, factor)
 
-    def _on(self, gpu: int, of: str, fn: Callable[[], object], after: Sequence[Task] = ()) -> Task:
-        return self.queues.run(numbered("compute", gpu), "other", of, fn, after)
+    def _on(self, gpu: int, label: str, fn: Callable[[], object], after: Sequence[Task] = ()) -> Task:
+        return self.queues.run(numbered("compute", gpu), "other", label, fn, after)
 
     # ------------------------------------------------ updates
 
@@ -161,16 +161,16 @@ def learning_rate(step: int, total: int, peak: float, schedule: str, warmup: int
     """
     if step <= warmup:
         return peak * step / warmup
-    left = max(1, total - warmup)
+    remaining = max(1, total - warmup)
     if schedule == "cosine":
         if total == 1:
             return peak
-        return peak * (0.1 + 0.45 * (1 + math.cos(math.pi * min(1.0, (step - warmup) / left))))
-    gone = (step - warmup - 1) / left
+        return peak * (0.1 + 0.45 * (1 + math.cos(math.pi * min(1.0, (step - warmup) / remaining))))
+    elapsed = (step - warmup - 1) / remaining
     if schedule == "linear":
-        return peak * max(0.0, 1 - gone)
+        return peak * max(0.0, 1 - elapsed)
     if schedule == "polynomial":
-        return LAST_RATE + (peak - LAST_RATE) * max(0.0, 1 - gone)
+        return LAST_RATE + (peak - LAST_RATE) * max(0.0, 1 - elapsed)
     decay = max(1, round(DECAYED * total))
     if schedule == "wsd" and step > total - decay:
         return peak * 0.5 * (1 + math.cos(math.pi * min(1.0, (step - 1 - total + decay) / decay)))

@@ -125,9 +125,9 @@ class Plan:
 
     def __post_init__(self) -> None:
         for name in (*COUNTS, "at_once"):
-            value, least = getattr(self, name), name != "at_once"
-            if type(value) is not int or not least <= value <= MOST:
-                raise InputError(f"plan: {name} is {value!r}, expected a whole number from {least:d} to {MOST:,}")
+            value, low = getattr(self, name), name != "at_once"
+            if type(value) is not int or not low <= value <= MOST:
+                raise InputError(f"plan: {name} is {value!r}, expected a whole number from {low:d} to {MOST:,}")
         allowed = CHOICES if self.mode == "forward" else CHOICES | {"gradients": ("ram",)}
         _check_words("plan", self, allowed, [(tier, TIERS) for tier in self.late_moments])
         for u, unit in self.distinct.items():
@@ -218,16 +218,16 @@ class Plan:
 
     def changed(self, chosen: Container[int], **change: Any) -> Plan:
         """This plan with the fields `change` in the units `chosen`."""
-        made = {unit: replace(unit, **change) for unit in self.distinct.values()}
-        return replace(self, units=tuple(made[unit] if u in chosen else unit for u, unit in enumerate(self.units)))
+        replaced = {unit: replace(unit, **change) for unit in self.distinct.values()}
+        return replace(self, units=tuple(replaced[unit] if u in chosen else unit for u, unit in enumerate(self.units)))
 
     def saving(self, saved: Mapping[int, Saved]) -> Plan:
         """This plan with other saved tensors in some units, by index."""
-        made = dict[tuple[UnitPlan, Saved], UnitPlan]()
+        cache = dict[tuple[UnitPlan, Saved], UnitPlan]()
         units = list(self.units)
         for u, names in saved.items():
             key = units[u], names
-            units[u] = made.get(key) or made.setdefault(key, replace(units[u], saved=names))
+            units[u] = cache.get(key) or cache.setdefault(key, replace(units[u], saved=names))
         return replace(self, units=tuple(units))
 
     @cached_property
@@ -264,8 +264,8 @@ class Plan:
         try:
             units = [UnitPlan(**{**u, "saved": tuple(tuple(s) for s in u.get("saved", ()))}) for u in data["units"]]
             plan = {**data, "units": tuple(units), "late_moments": tuple(data.get("late_moments", ()))}
-            for what, cls in ((plan, Plan), *((vars(unit), UnitPlan) for unit in units)):
-                _check_types(what, cls)
+            for values, cls in ((plan, Plan), *((vars(unit), UnitPlan) for unit in units)):
+                _check_types(values, cls)
             return Plan(**plan)
         except InputError:
             raise
@@ -295,7 +295,7 @@ def spread_evenly(n: int, shares: Sequence[float]) -> list[int]:
 
 
 def _check_words(
-    where: str,
+    label: str,
     plan: Plan | UnitPlan,
     allowed: Mapping[str, Sequence[object]],
     tiers: Sequence[tuple[str, Sequence[str]]],
@@ -303,21 +303,21 @@ def _check_words(
     """Raises InputError for a field that is none of the words allowed, or a tier that is none of those beside it."""
     for name, words in allowed.items():
         if getattr(plan, name) not in words:
-            raise InputError(f"{where}: {name} is {getattr(plan, name)!r}, expected {' or '.join(map(str, words))}")
-    for tier, known in tiers:
-        if tier not in known:
-            raise InputError(f"{where}: {tier!r} is no tier, expected {' or '.join(known)}")
+            raise InputError(f"{label}: {name} is {getattr(plan, name)!r}, expected {' or '.join(map(str, words))}")
+    for tier, choices in tiers:
+        if tier not in choices:
+            raise InputError(f"{label}: {tier!r} is no tier, expected {' or '.join(choices)}")
 
 
 _TYPES = {"int": int, "bool": bool}
 
 
-def _check_types(what: dict[str, Any], cls: type) -> None:
+def _check_types(values: dict[str, Any], cls: type) -> None:
     """Raises InputError for fields of a wrong type. The value is not shown: YAML aliases can make it endless."""
-    words = [*what.get("late_moments", ()), *(word for pair in what.get("saved", ()) for word in pair)]
+    words = [*values.get("late_moments", ()), *(word for pair in values.get("saved", ()) for word in pair)]
     for f in fields(cls):
         expected = None if str(f.type).startswith("tuple") else _TYPES.get(str(f.type), str)
-        if expected and f.name in what and type(what[f.name]) is not expected:
-            raise InputError(f"plan: {f.name} is of type {type(what[f.name]).__name__}, expected {expected.__name__}")
+        if expected and f.name in values and type(values[f.name]) is not expected:
+            raise InputError(f"plan: {f.name} is of type {type(values[f.name]).__name__}, expected {expected.__name__}")
     if not all(isinstance(word, str) for word in words):
         raise InputError("plan: saved and late_moments hold something that is not a name")
