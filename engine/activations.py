@@ -13,9 +13,9 @@ from typing import Literal, NamedTuple
 
 from torch import Tensor
 
-from trireme.engine.buffers import What
+from trireme.engine.buffers import Role
 from trireme.engine.home import DriveHome, Home
-from trireme.engine.memory import Buffer, Pool, Prefetch, copied, flat, views
+from trireme.engine.memory import Buffer, Pool, Prefetch, flat, queue_copy, views
 from trireme.engine.placement import Placement, in_scratch
 from trireme.engine.plan import SAVED, SavedTier, Tier
 from trireme.engine.queues.names import HOPS, gpu_of, numbered
@@ -28,7 +28,7 @@ class Hop(NamedTuple):
     """A copy of an activation: its queue, and a home, or a buffer on the GPU that it is copied to."""
 
     queue: str
-    to: Home | Buffer | Pool
+    target: Home | Buffer | Pool
 
 
 class Activation:
@@ -50,14 +50,14 @@ class Activation:
     ):
         self.swap, self.u, self.label, self.names = swap, u, label, names
         self.out, self.hops, self.later = out, hops, later
-        self.homes = [hop.to for hop in (*hops, *later) if isinstance(hop.to, Home)]  # one at most
-        self.waits = any(isinstance(hop.to, Home) for hop in hops)  # for its readers, at its home
-        self.here: Buffer | None = None  # on the GPU
-        self.made: tuple[Task, ...] = ()  # what readers come after; they do not wait for each other
+        self.homes = [hop.target for hop in (*hops, *later) if isinstance(hop.target, Home)]  # one at most
+        self.waits = any(isinstance(hop.target, Home) for hop in hops)  # for its readers, at its home
+        self.buffer: Buffer | None = None  # on the GPU
+        self.writers: tuple[Task, ...] = ()  # what readers come after; they do not wait for each other
         self.tokens = 0
-        self.again = False  # the next pass reads it, too
+        self.for_backward = False  # the next pass reads it, too
         self.stored = False  # at its home
-        self.coming: Hop | None = None  # from there
+        self.fetch_hop: Hop | None = None  # from there
 
     @property
     def nbytes(self) -> int:
@@ -66,101 +66,101 @@ class Activation:
 
     # ------------------------------------------------ written
 
-    def fill(self, tokens: int, again: bool = False) -> InUse:
-        """Takes a buffer on the GPU of the task that writes it. `again`: the next pass reads it, too."""
-        self.tokens, self.again, self.stored = tokens, again, False
-        self.here = self._buffer(self.out)
-        return InUse(self, self.here, tokens, self.here.ready, self.written)
+    def fill(self, tokens: int, for_backward: bool = False) -> InUse:
+        """Takes a buffer on the GPU of the task that writes it. `for_backward`: the next pass reads it, too."""
+        self.tokens, self.for_backward, self.stored = tokens, for_backward, False
+        self.buffer = self._acquire(self.out)
+        return InUse(self, self.buffer, tokens, self.buffer.ready, self.send)
 
-    def written(self, task: Task) -> None:
+    def send(self, task: Task) -> None:
         """Sends it to its readers. For the next pass it is stored at once, unless it comes from another GPU: then when
         its reader is queued, or what readers save would queue behind all that the other GPU has not written yet.
         """
-        self._here().ready = (task,)
+        self._get_buffer().ready = (task,)
         for hop in self.hops:
-            if isinstance(hop.to, Home):
+            if isinstance(hop.target, Home):
                 self._store(hop)
-                self._free(self._here().ready)
+                self._free(self._get_buffer().ready)
                 return
-            self._cross(hop.queue, hop.to)
-        self.made = self._here().ready
-        if self.later and (self.names or (self.again and not self.hops)):
+            self._cross(hop.queue, hop.target)
+        self.writers = self._get_buffer().ready
+        if self.later and (self.names or (self.for_backward and not self.hops)):
             self._store(self.later[0])
             if self.names:
-                self._free(self._here().ready)
+                self._free(self._get_buffer().ready)
             else:
-                self.swap.go_on()
+                self.swap.advance()
 
     def _store(self, hop: Hop) -> None:
-        assert isinstance(hop.to, Home)
-        here = self._here()
-        here.used(hop.to.store(hop.queue, here, self.nbytes))
+        assert isinstance(hop.target, Home)
+        buffer = self._get_buffer()
+        buffer.hold_until(hop.target.store(hop.queue, buffer, self.nbytes))
         self.stored = True
 
-    def _cross(self, queue: str, to: Buffer | Pool) -> None:
+    def _cross(self, queue: str, target: Buffer | Pool) -> None:
         """Copies it to the GPU of the tasks that read it."""
-        here, there = self._here(), self._buffer(to)
-        there.ready = (copied(self.swap.queues, queue, "activations", self.label, here, there, self.nbytes),)
-        here.free(there.ready)
-        self.here = there
+        source, buffer = self._get_buffer(), self._acquire(target)
+        buffer.ready = (queue_copy(self.swap.queues, queue, "activations", self.label, source, buffer, self.nbytes),)
+        source.free(buffer.ready)
+        self.buffer = buffer
 
     # ------------------------------------------------ read
 
     @property
-    def may_come(self) -> bool:
-        assert self.coming is not None
-        return self.stored and (not isinstance(self.coming.to, Pool) or self.coming.to.is_free)
+    def can_fetch(self) -> bool:
+        assert self.fetch_hop is not None
+        return self.stored and (not isinstance(self.fetch_hop.target, Pool) or self.fetch_hop.target.is_free)
 
     def fetch(self) -> None:
-        if self.here is None:
-            assert self.coming is not None
-            assert not isinstance(self.coming.to, Home)
-            self.here = self._buffer(self.coming.to)
-            self.here.ready = self.made = (self.homes[0].load(self.coming.queue, self.here, self.nbytes),)
+        if self.buffer is None:
+            assert self.fetch_hop is not None
+            assert not isinstance(self.fetch_hop.target, Home)
+            self.buffer = self._acquire(self.fetch_hop.target)
+            self.buffer.ready = self.writers = (self.homes[0].load(self.fetch_hop.queue, self.buffer, self.nbytes),)
 
     def read(self, last: bool = True) -> InUse:
         """`last`: no other task of this pass reads it."""
-        if self.again and self.later and not self.stored:
+        if self.for_backward and self.later and not self.stored:
             self._store(self.later[0])
-        here = self._here()
-        return InUse(self, here, self.tokens, self.made, self.was_read if last else here.used)
+        buffer = self._get_buffer()
+        return InUse(self, buffer, self.tokens, self.writers, self.finish_reading if last else buffer.hold_until)
 
-    def was_read(self, task: Task) -> None:
+    def finish_reading(self, task: Task) -> None:
         """To be called with the last task of a pass that reads it: frees the buffer unless the next pass reads it
         there.
         """
-        here = self._here()
-        here.used(task)
-        self.stored = self.stored and self.again
-        if self.later or not self.again:
-            self._free(here.ready)
-        self.again = False
+        buffer = self._get_buffer()
+        buffer.hold_until(task)
+        self.stored = self.stored and self.for_backward
+        if self.later or not self.for_backward:
+            self._free(buffer.ready)
+        self.for_backward = False
 
-    def _buffer(self, of: Buffer | Pool) -> Buffer:
-        return of.acquire(self.label) if isinstance(of, Pool) else of
+    def _acquire(self, target: Buffer | Pool) -> Buffer:
+        return target.acquire(self.label) if isinstance(target, Pool) else target
 
-    def _here(self) -> Buffer:
-        assert self.here is not None, f"{self.label} is not on the GPU"
-        return self.here
+    def _get_buffer(self) -> Buffer:
+        assert self.buffer is not None, f"{self.label} is not on the GPU"
+        return self.buffer
 
     def _free(self, after: Sequence[Task]) -> None:
-        here, self.here = self._here(), None
-        here.free(after)
-        self.swap.go_on()
+        buffer, self.buffer = self._get_buffer(), None
+        buffer.free(after)
+        self.swap.advance()
 
 
 class InUse(NamedTuple):
     """An activation as a task's use: its buffer, and what to call with the task."""
 
-    of: Activation
+    activation: Activation
     buffer: Buffer
     tokens: int
     ready: tuple[Task, ...]
-    done: Callable[[Task], None]
+    attach: Callable[[Task], None]
 
     def rows(self) -> Tensor:
         """The tensor of an input or its gradient, (N, D) in the compute dtype."""
-        geo = self.of.swap.geo
+        geo = self.activation.swap.geo
         return flat(self.buffer.tensor, geo.dtype, self.tokens * geo.cfg.width).view(self.tokens, geo.cfg.width)
 
 
@@ -168,7 +168,7 @@ def saved_tensors(saved: Iterable[InUse]) -> dict[str, Tensor]:
     """Views of all saved tensors of a layer, by name."""
     tensors: dict[str, Tensor] = {}
     for use in saved:
-        layout = use.of.swap.geo.saved_layout(use.of.u, use.of.names, use.tokens)
+        layout = use.activation.swap.geo.saved_layout(use.activation.u, use.activation.names, use.tokens)
         tensors |= views(layout, use.buffer.tensor)
     return tensors
 
@@ -189,7 +189,7 @@ class ActivationSwap:
         self.placement, self.queues = placement, placement.queues
         self.geo, self.plan = geo, plan = placement.geo, placement.plan
         self.hop_in, self.hop_out = HOPS if plan.gpus > 1 and plan.between == "ram" else ("h2d", "d2h")
-        self.to_next, self.again = Prefetch(), Prefetch()  # to the next layer; in backward what forward left
+        self.to_next, self.to_backward = Prefetch(), Prefetch()  # to the next layer; in backward what forward left
         self.staging = placement.pool("ram", "staging pool")
         self.pools = {tier: placement.gpu_pools("saved pool", tier) for tier in ("peer", "ram", "ssd")}
         self.places = [Buffer(tensor) for tensor in placement.many("ram", "dx")]  # by micro-batch
@@ -203,15 +203,15 @@ class ActivationSwap:
         self.for_passed = placement.gpu_pools("passed pool")
         self.passed = dict[int, Buffer]()  # by micro-batch, of the layer whose slices are in use
 
-    def _pools(self, what: Between) -> tuple[list[Pool], list[Pool]]:
+    def _pools(self, kind: Between) -> tuple[list[Pool], list[Pool]]:
         """Pools of each GPU for the outputs of layers, or their gradients: to write to, and to read from."""
-        pool: What = "x pool" if what == "x" else "dx pool"
+        pool: Role = "x pool" if kind == "x" else "dx pool"
         if self.plan.between == "gpu" and self.plan.gpus == 1:
             pools = self.placement.gpu_pools(pool)
             return pools, pools
         gpus, slots = range(self.plan.gpus), self.plan.swap_slots
-        of = lambda part: [self.placement.pool("gpu", pool, gpu=gpu, part=part) for gpu in gpus]
-        return of(slice(slots)), of(slice(slots, None))
+        make_pools = lambda part: [self.placement.pool("gpu", pool, gpu=gpu, part=part) for gpu in gpus]
+        return make_pools(slice(slots)), make_pools(slice(slots, None))
 
     def _gpu(self, u: int) -> int:
         """The GPU that computes with layer u."""
@@ -237,7 +237,7 @@ class ActivationSwap:
 
     def _sent(
         self,
-        what: Between,
+        kind: Between,
         u: int,
         b: int,
         reader: int,
@@ -248,8 +248,8 @@ class ActivationSwap:
         """What a GPU writes, and the GPU `reader` reads in the buffer `back`: where it stays, by a peer copy, or
         through `home`, or the micro-batch's place in RAM.
         """
-        writer, label = self._gpu(u - 1 if what == "x" else u), f"{self.geo.names[u]} {what} {b}"
-        out, stay = (pools[writer] for pools in self.between[what])
+        writer, label = self._gpu(u - 1 if kind == "x" else u), f"{self.geo.names[u]} {kind} {b}"
+        out, stay = (pools[writer] for pools in self.between[kind])
         if self.plan.between == "ram":
             home = home or Home(self.queues, "activations", label, self.places[b])
             hops = Hop(numbered(self.hop_out, writer), home), Hop(numbered(self.hop_in, reader), back)
@@ -262,21 +262,21 @@ class ActivationSwap:
         unit, name, inner = self.plan.units[u], self.geo.names[u], 0 < u < self.geo.head
         gpu, tiers = unit.gpu, [tier for tier in SAVED if inner and unit.names(tier)]
         on_gpu = iter(self.placement.many("gpu", "saved", name, gpu))
-        elsewhere = {"peer": iter(self.placement.many("gpu", "lent", name, unit.peer))}
-        elsewhere["ram"] = iter(self.placement.many("ram", "saved", name))
+        buffers = {"peer": iter(self.placement.many("gpu", "lent", name, unit.peer))}
+        buffers["ram"] = iter(self.placement.many("ram", "saved", name))
 
-        def made(tier: SavedTier, label: str) -> Activation:
+        def make(tier: SavedTier, label: str) -> Activation:
             names = unit.names(tier)
             if tier == "gpu":
                 return Activation(self, u, label, Buffer(next(on_gpu)), names=names)
-            there, back = ("peer_out", "peer_in") if tier == "peer" else ("d2h", "h2d")
+            out_queue, in_queue = ("peer_out", "peer_in") if tier == "peer" else ("d2h", "h2d")
             nbytes, pool = self.geo.saved_layout(u, names, self.plan.tokens).span, self.pools[tier][gpu]
-            home = self._home(label, tier, elsewhere.get(tier), nbytes)
-            later = Hop(numbered(there, gpu), home), Hop(numbered(back, gpu), pool)
+            home = self._home(label, tier, buffers.get(tier), nbytes)
+            later = Hop(numbered(out_queue, gpu), home), Hop(numbered(in_queue, gpu), pool)
             return Activation(self, u, label, pool, later=later, names=names)
 
         for b in range(self.plan.n_micro):
-            yield [made(tier, f"{name} {tier} {b}") for tier in tiers]
+            yield [make(tier, f"{name} {tier} {b}") for tier in tiers]
 
     def _home(self, label: str, tier: SavedTier, in_memory: Iterator[Tensor] | None, nbytes: int) -> Home:
         if tier == "ssd" or in_memory is None:
@@ -306,32 +306,32 @@ class ActivationSwap:
 
     def expect_forward(self, n_micro: int) -> None:
         """Starts a forward pass: each layer's input that went to a home is brought back before the layer."""
-        self._expect(self.to_next, [(x, x.hops[-1]) for of in self.x for x in of[:n_micro] if x.waits])
+        self._expect(self.to_next, [(x, x.hops[-1]) for unit in self.x for x in unit[:n_micro] if x.waits])
 
     def expect_backward(self, n_micro: int) -> None:
         """Starts a backward pass: what forward left at a home is brought back before its layer, and so are gradients of
         inputs.
         """
-        left = [activation for u in range(self.geo.head - 1, 0, -1) for activation in self._left(u, n_micro)]
-        self._expect(self.again, [(activation, activation.later[-1]) for activation in left if activation.later])
-        self._expect(self.to_next, [(dx, dx.hops[-1]) for of in self.dx[:0:-1] for dx in of[:n_micro] if dx.waits])
+        reads = [activation for u in range(self.geo.head - 1, 0, -1) for activation in self._backward_reads(u, n_micro)]
+        self._expect(self.to_backward, [(activation, activation.later[-1]) for activation in reads if activation.later])
+        self._expect(self.to_next, [(dx, dx.hops[-1]) for unit in self.dx[:0:-1] for dx in unit[:n_micro] if dx.waits])
 
-    def _left(self, u: int, n_micro: int) -> list[Activation]:
+    def _backward_reads(self, u: int, n_micro: int) -> list[Activation]:
         """Layer u's activations in the order in which backward reads them; of slices, the last one reads what is
         saved.
         """
         x, saved = self.x[u][:n_micro], self.saved[u][:n_micro]
         if self.geo.slices_of[u]:
-            return [*x, *(activation for of in saved for activation in of)]
+            return [*x, *(activation for micro_batch in saved for activation in micro_batch)]
         return [activation for b in range(n_micro) for activation in (x[b], *saved[b])]
 
-    def _expect(self, prefetch: Prefetch, coming: Sequence[tuple[Activation, Hop]]) -> None:
-        """`coming`: in the order in which layers read them, with the hop from the home."""
-        for activation, hop in coming:
-            activation.coming = hop
-        prefetch.expect([(gpu_of(hop.queue), activation) for activation, hop in coming])
+    def _expect(self, prefetch: Prefetch, transfers: Sequence[tuple[Activation, Hop]]) -> None:
+        """`transfers`: in the order in which layers read them, with the hop from the home."""
+        for activation, hop in transfers:
+            activation.fetch_hop = hop
+        prefetch.expect([(gpu_of(hop.queue), activation) for activation, hop in transfers])
 
-    def go_on(self) -> None:
+    def advance(self) -> None:
         """To be called when a buffer was freed or an activation stored: starts the transfers that can start now."""
-        self.to_next.go_on()
-        self.again.go_on()
+        self.to_next.advance()
+        self.to_backward.advance()

@@ -13,7 +13,7 @@ from itertools import cycle
 
 from torch import Tensor
 
-from trireme.engine.buffers import What
+from trireme.engine.buffers import Role
 from trireme.engine.memory import NOTHING
 from trireme.engine.placement import Entry, Placement, Progress, Stored, finish, silent
 from trireme.engine.queues.names import numbered
@@ -62,7 +62,7 @@ class Reader:
         self._staged[name] = place, tasks
         return buffer, tasks
 
-    def used(self, task: Task) -> None:
+    def hold_until(self, task: Task) -> None:
         """The bytes brought last may be overwritten after `task`, too."""
         if self._staged:
             name, (place, tasks) = self._staged.popitem()
@@ -125,7 +125,7 @@ def save_to_store(placement: Placement, progress: Progress = silent) -> None:
         nbytes = sum(shard.layout.span for shard in shards)
         task = placement.queues.run(f"{entry.queue}_write", entry.content, placement.label(entry), write, reads, nbytes)
         written.append((entry, task))
-        reader.used(task)
+        reader.hold_until(task)
     for entry, task in () if placement.queues.simulated else written:
         task.wait()
         progress(placement.layout(entry).span)
@@ -161,13 +161,13 @@ def load_from_store(placement: Placement, progress: Progress) -> None:
 
 def _places(placement: Placement) -> Iterator[tuple[Entry, Tensor]]:
     """Each entry with a buffer in RAM to read it to: its own, or in turn those of a pool, or the staging buffer."""
-    turns: dict[tuple[What, str], Iterator[Tensor]] = {}
+    turns: dict[tuple[Role, str], Iterator[Tensor]] = {}
     for entry in placement.entries():
         stored = placement.in_ram(entry)
         if stored is not None:
             yield entry, stored
             continue
-        key: tuple[What, str] = ("staging", "")
+        key: tuple[Role, str] = ("staging", "")
         if placement.tier(entry) == "ssd":
             key = ("state pool", "") if entry.kind == "state" else ("weights pool", placement.geo.size_class(entry.u))
         yield entry, next(turns.setdefault(key, cycle(placement.many("ram", *key))))

@@ -20,7 +20,7 @@ SUMS = 2  # buffers for gradient sums with several hosts: one is sent while the 
 SUM_SLOTS = 3  # RAM buffers for pieces of sums in transfer between hosts, in each direction
 WHOLE_SLOTS = 2  # RAM buffers for gradients whose shares are sent to other hosts
 
-Alike = Sequence[tuple[int, int]]  # (a unit, the number of units with its kind and plan)
+Units = Sequence[tuple[int, int]]  # (a unit, the number of units with its kind and plan)
 
 
 Group = Literal["weights", "gradients", "optimizer state", "activations", "workspace"]  # rows of the memory table
@@ -35,27 +35,27 @@ OfGradients = Literal[
 OfState = Literal["state", "state pool"]
 OfActivations = Literal["x", "x pool", "dx", "dx pool", "saved", "lent", "saved pool", "passed pool", "staging pool"]
 OfWorkspace = Literal["staging", "-"]
-What = OfWeights | OfGradients | OfState | OfActivations | OfWorkspace
-GROUPS: dict[Group, tuple[What, ...]] = dict(zip(get_args(Group), map(get_args, get_args(What)), strict=True))
-GROUP = {what: group for group, all_of in GROUPS.items() for what in all_of}
+Role = OfWeights | OfGradients | OfState | OfActivations | OfWorkspace
+GROUPS: dict[Group, tuple[Role, ...]] = dict(zip(get_args(Group), map(get_args, get_args(Role)), strict=True))
+GROUP = {role: group for group, roles in GROUPS.items() for role in roles}
 
 
 @dataclass(frozen=True)
 class Buffers:
-    """`count` equal buffers of `nbytes` each. `of`: a layer's name, a size class or a tier. `gpu`: counts in the gpu
+    """`count` equal buffers of `nbytes` each. `key`: a layer's name, a size class or a tier. `gpu`: counts in the gpu
     tier.
     """
 
     tier: Tier
-    what: What
+    role: Role
     nbytes: int
     count: int = 1
-    of: str = ""
+    key: str = ""
     gpu: int = 0
 
     @property
     def name(self) -> str:
-        return f"{self.what} {self.of}".rstrip()
+        return f"{self.role} {self.key}".rstrip()
 
 
 def buffers(geo: Geometry, plan: Plan) -> list[Buffers]:
@@ -63,26 +63,26 @@ def buffers(geo: Geometry, plan: Plan) -> list[Buffers]:
     return _buffers(geo, plan, [(u, 1) for u in range(geo.n_units)])
 
 
-def _buffers(geo: Geometry, plan: Plan, units: Alike) -> list[Buffers]:
+def _buffers(geo: Geometry, plan: Plan, units: Units) -> list[Buffers]:
     """The buffers of each GPU, by the units that it computes with, and those in RAM."""
-    made = _made(geo, plan, units)
+    result = _unit_buffers(geo, plan, units)
     if plan.gpus == 1:
-        return made
-    made = [b for b in made if b.tier != "gpu"]
+        return result
+    result = [b for b in result if b.tier != "gpu"]
     for gpu in range(plan.gpus):
         of_gpu = [(u, n) for u, n in units if plan.units[u].gpu == gpu]
-        made += [replace(b, gpu=gpu) for b in _made(geo, plan, of_gpu) if b.tier == "gpu"]
-        made += _lent(
+        result += [replace(b, gpu=gpu) for b in _unit_buffers(geo, plan, of_gpu) if b.tier == "gpu"]
+        result += _lent(
             geo, plan, [(u, n) for u, n in units if u and plan.units[u].lent and plan.units[u].peer == gpu], gpu
         )
-    return made
+    return result
 
 
-def _lent(geo: Geometry, plan: Plan, units: Alike, gpu: int) -> Iterable[Buffers]:
+def _lent(geo: Geometry, plan: Plan, units: Units, gpu: int) -> Iterable[Buffers]:
     """Buffers on `gpu` for tensors that layers of other GPUs save there."""
-    for u, alike in units:
+    for u, n_units in units:
         nbytes = geo.saved_layout(u, plan.units[u].names("peer"), plan.tokens).span
-        yield Buffers("gpu", "lent", nbytes, plan.n_micro * alike, geo.names[u], gpu)
+        yield Buffers("gpu", "lent", nbytes, plan.n_micro * n_units, geo.names[u], gpu)
 
 
 def read_by_loss(geo: Geometry) -> tuple[int, ...]:
@@ -90,59 +90,59 @@ def read_by_loss(geo: Geometry) -> tuple[int, ...]:
     return (geo.head, 0) if geo.cfg.tied else (geo.head,)
 
 
-def _made(geo: Geometry, plan: Plan, units: Alike) -> list[Buffers]:
+def _unit_buffers(geo: Geometry, plan: Plan, units: Units) -> list[Buffers]:
     """The buffers that these units need."""
-    made = [
+    result = [
         *_weight_buffers(geo, plan, units),
         *_base_buffers(geo, plan, units),
         *(_sum_buffers(geo, plan, units) if geo.cfg.trains else ()),
         *(_optimizer_buffers(geo, plan, units) if geo.cfg.trains else ()),
         *_activation_buffers(geo, plan, units),
     ]
-    return [b for b in made if b.count and b.nbytes]
+    return [b for b in result if b.count and b.nbytes]
 
 
-def _alike(geo: Geometry, plan: Plan) -> Alike:
+def _unit_counts(geo: Geometry, plan: Plan) -> Units:
     """One unit of each set of units with equal sizes and equal plans, with their number."""
     objects = list(zip(geo.sizes, map(id, plan.units), strict=True))  # first, since most equal units are one object
-    one, number = dict(zip(objects, range(geo.n_units), strict=True)), Counter[tuple[int, UnitPlan]]()
+    indices, counts = dict(zip(objects, range(geo.n_units), strict=True)), Counter[tuple[int, UnitPlan]]()
     for (size, unit), count in Counter(objects).items():
-        number[size, plan.units[one[size, unit]]] += count
-    last = {(size, plan.units[u]): u for (size, _), u in one.items()}
-    return [(last[key], count) for key, count in number.items()]
+        counts[size, plan.units[indices[size, unit]]] += count
+    last = {(size, plan.units[u]): u for (size, _), u in indices.items()}
+    return [(last[key], count) for key, count in counts.items()]
 
 
 def _spans(layouts: Sequence[Layout]) -> list[int]:
     return [layout.span for layout in layouts]
 
 
-def _by_class(geo: Geometry, units: Alike, sizes: Sequence[int]) -> dict[str, tuple[int, int]]:
+def _by_class(geo: Geometry, units: Units, sizes: Sequence[int]) -> dict[str, tuple[int, int]]:
     """Size class -> (largest size, number of units). `sizes`: bytes of each unit; units of size 0 are left out."""
     classes: dict[str, tuple[int, int]] = {}
-    for u, alike in units:
+    for u, n_units in units:
         if not sizes[u]:
             continue
         kind = geo.size_class(u)
         biggest, count = classes.get(kind, (0, 0))
-        classes[kind] = (max(biggest, sizes[u]), count + alike)
+        classes[kind] = (max(biggest, sizes[u]), count + n_units)
     return classes
 
 
-def _pools(geo: Geometry, tier: Tier, what: What, units: Alike, sizes: Sequence[int], window: int) -> Iterable[Buffers]:
+def _pools(geo: Geometry, tier: Tier, role: Role, units: Units, sizes: Sequence[int], window: int) -> Iterable[Buffers]:
     """A pool of at most `window` buffers for each size class of these units."""
     for kind, (size, count) in _by_class(geo, units, sizes).items():
-        yield Buffers(tier, what, size, 1 if kind in ENDS else min(window, count), kind)
+        yield Buffers(tier, role, size, 1 if kind in ENDS else min(window, count), kind)
 
 
-def _weight_buffers(geo: Geometry, plan: Plan, units: Alike) -> Iterable[Buffers]:
+def _weight_buffers(geo: Geometry, plan: Plan, units: Units) -> Iterable[Buffers]:
     """Buffers of trained weights. Those of one layer have its size; those of a pool have that of the largest layer."""
     spans = _spans(geo.weights)
-    for u, alike in units:
+    for u, n_units in units:
         unit = plan.units[u]
         if unit.weights == "gpu":
-            yield Buffers("gpu", "weights", spans[u], alike, geo.names[u])
+            yield Buffers("gpu", "weights", spans[u], n_units, geo.names[u])
         if unit.weights == "ram":
-            yield Buffers("ram", "weights", spans[u], alike, geo.names[u])
+            yield Buffers("ram", "weights", spans[u], n_units, geo.names[u])
     streamed = [(u, n) for u, n in units if plan.units[u].weights != "gpu"]
     yield from _pools(geo, "gpu", "weights pool", streamed, spans, plan.window)
     from_ssd = [(u, n) for u, n in units if plan.units[u].weights == "ssd"]
@@ -150,16 +150,16 @@ def _weight_buffers(geo: Geometry, plan: Plan, units: Alike) -> Iterable[Buffers
     yield from _pools(geo, "ram", "weights pool", from_ssd, spans, plan.ram_window)
 
 
-def _base_buffers(geo: Geometry, plan: Plan, units: Alike) -> Iterable[Buffers]:
+def _base_buffers(geo: Geometry, plan: Plan, units: Units) -> Iterable[Buffers]:
     """Buffers of frozen weights, as of trained ones; those in RAM for reads from the SSD hold whole blocks of the
     checkpoint's files.
     """
     spans, decoded = _spans(geo.base), max((geo.decoded[u].span for u, _ in units), default=0)
     units = [(v, n) for u, n in units for v in (u, *geo.slices_of[u])]
     tier = lambda v: plan.units[geo.unit_of(v)].base
-    for v, alike in units:
+    for v, n_units in units:
         if tier(v) != "ssd":
-            yield Buffers(tier(v), "base", spans[v], alike, geo.base_names[v])
+            yield Buffers(tier(v), "base", spans[v], n_units, geo.base_names[v])
     streamed = [(v, n) for v, n in units if tier(v) != "gpu"]
     yield from _pools(geo, "gpu", "base pool", streamed, spans, plan.window)
     from_ssd = [(v, n) for v, n in units if tier(v) == "ssd"]
@@ -167,33 +167,33 @@ def _base_buffers(geo: Geometry, plan: Plan, units: Alike) -> Iterable[Buffers]:
     yield Buffers("gpu", "decoded", decoded)
 
 
-def _staging(geo: Geometry, plan: Plan, units: Alike) -> int:
+def _staging(geo: Geometry, plan: Plan, units: Units) -> int:
     """Bytes of the buffer to load and save what is not stored in RAM: a layer's weights and a record's low halves at
     once.
     """
     low = lambda u: geo.low_span(min(geo.numel[u], plan.record)) if plan.units[u].state != "ram" else 0
     weights = (geo.weights[u].span + low(u) for u, _ in units if plan.units[u].weights != "ram")
     n, _ = _records(geo, plan, [(u, n) for u, n in units if plan.units[u].state != "ram"])
-    away = (u for u, _ in units if plan.units[u].base != "ram")
-    base = (geo.base[v].span for u in away for v in (u, *geo.slices_of[u]))
+    not_in_ram = (u for u, _ in units if plan.units[u].base != "ram")
+    base = (geo.base[v].span for u in not_in_ram for v in (u, *geo.slices_of[u]))
     return max(0, geo.state_layout(n).span, *weights, *base)
 
 
-def _sum_buffers(geo: Geometry, plan: Plan, units: Alike) -> Iterable[Buffers]:
+def _sum_buffers(geo: Geometry, plan: Plan, units: Units) -> Iterable[Buffers]:
     """Buffers in which gradients are summed over micro-batches."""
-    wide = geo.gradients if plan.sums_wide else geo.weights
+    layouts = geo.gradients if plan.sums_wide else geo.weights
     tied = geo.cfg.tied  # then the head adds to the embedding's gradient too
     slots = 1 if plan.hosts == 1 else SUMS  # sums leave while the next unit's begins
-    yield Buffers("gpu", "sum", max((wide[u].span for u, _ in units if u >= tied), default=0), slots)
-    yield Buffers("gpu", "sum of embedding", max((wide[u].span for u, _ in units if u < tied), default=0))
+    yield Buffers("gpu", "sum", max((layouts[u].span for u, _ in units if u >= tied), default=0), slots)
+    yield Buffers("gpu", "sum of embedding", max((layouts[u].span for u, _ in units if u < tied), default=0))
 
 
-def _optimizer_buffers(geo: Geometry, plan: Plan, units: Alike) -> Iterable[Buffers]:
-    for u, alike in units:
+def _optimizer_buffers(geo: Geometry, plan: Plan, units: Units) -> Iterable[Buffers]:
+    for u, n_units in units:
         if plan.units[u].state == "gpu":
-            yield Buffers("gpu", "rounded", geo.weights[u].span, alike, geo.names[u])
+            yield Buffers("gpu", "rounded", geo.weights[u].span, n_units, geo.names[u])
         if plan.units[u].state != "ssd":
-            yield Buffers(plan.units[u].state, "state", geo.state_span(u, plan.record), alike, geo.names[u])
+            yield Buffers(plan.units[u].state, "state", geo.state_span(u, plan.record), n_units, geo.names[u])
     on_cpu = [(u, n) for u, n in units if plan.units[u].state != "gpu" and geo.numel[u]]
     if on_cpu and plan.last_host:
         pieces = {geo.pieces(u, plan.piece) for u, _ in on_cpu}
@@ -216,47 +216,47 @@ def _optimizer_buffers(geo: Geometry, plan: Plan, units: Alike) -> Iterable[Buff
     yield Buffers("ram", "state pool", geo.state_layout(n).span, min(plan.state_slots, count))
 
 
-def _shared_buffers(geo: Geometry, plan: Plan, units: Alike) -> Iterable[Buffers]:
+def _shared_buffers(geo: Geometry, plan: Plan, units: Units) -> Iterable[Buffers]:
     """Buffers for gradients between hosts: pieces of sums and, on the last host, whole gradients until other hosts have
     their shares.
     """
     pieces = [piece for u, _ in units for piece in geo.pieces(u, plan.sum_piece)]
     largest = max((extent(piece)[1] for piece in pieces), default=0)
     tied = geo.cfg.tied  # then the last host hands a sum to the first
-    for way, used in (("in", plan.host > 0 or tied), ("out", not plan.last_host or tied)):
-        yield Buffers("ram", "sums", round_up(4 * largest), SUM_SLOTS * used, way)
+    for direction, needed in (("in", plan.host > 0 or tied), ("out", not plan.last_host or tied)):
+        yield Buffers("ram", "sums", round_up(4 * largest), SUM_SLOTS * needed, direction)
     for kind, (size, count) in _by_class(geo, units, _spans(geo.weights)).items():
         yield Buffers("ram", "whole gradient", size, min(WHOLE_SLOTS, count) * plan.last_host, kind)
 
 
-def _records(geo: Geometry, plan: Plan, units: Alike) -> tuple[int, int]:
+def _records(geo: Geometry, plan: Plan, units: Units) -> tuple[int, int]:
     """(parameters of the largest record, number of records) of these units."""
     largest = max((geo.numel[u] for u, _ in units), default=0)
     return min(largest, plan.record), sum(n * len(geo.records(u, plan.record)) for u, n in units)
 
 
-def _activation_buffers(geo: Geometry, plan: Plan, units: Alike) -> Iterable[Buffers]:
+def _activation_buffers(geo: Geometry, plan: Plan, units: Units) -> Iterable[Buffers]:
     x, n = geo.x_bytes(plan.tokens), plan.n_micro
-    away = plan.between == "ram"
-    inner = [(u, alike) for u, alike in units if u]  # the embedding's input is token ids
+    via_ram = plan.between == "ram"
+    inner = [(u, n_units) for u, n_units in units if u]  # the embedding's input is token ids
     placement: Counter[Tier] = Counter()  # of inputs
-    for u, alike in inner if geo.cfg.trains else ():
-        placement[plan.units[u].x] += alike * n
-    leaving = plan.swap_slots * (plan.gpus > 1 and not away)  # for another GPU, by peer copies
+    for u, n_units in inner if geo.cfg.trains else ():
+        placement[plan.units[u].x] += n_units * n
+    leaving = plan.swap_slots * (plan.gpus > 1 and not via_ram)  # for another GPU, by peer copies
     yield Buffers("gpu", "x", x, placement["gpu"])
     if placement["ram"] or placement["ssd"] or plan.gpus > 1 or not geo.cfg.trains:
-        yield Buffers("gpu", "x pool", x, leaving + plan.swap_slots + (plan.swap_slots if away else n))
+        yield Buffers("gpu", "x pool", x, leaving + plan.swap_slots + (plan.swap_slots if via_ram else n))
         yield Buffers("ram", "x", x, placement["ram"])
     if geo.cfg.trains:
-        yield Buffers("gpu", "dx pool", x, leaving + (2 * plan.swap_slots if away else n + 1))
-    yield Buffers("ram", "dx", x, n if away else 0)
+        yield Buffers("gpu", "dx pool", x, leaving + (2 * plan.swap_slots if via_ram else n + 1))
+    yield Buffers("ram", "dx", x, n if via_ram else 0)
     yield Buffers("gpu", "passed pool", round_up(geo.passed_layout(plan.tokens).nbytes), n * bool(geo.slices))
     spans = {
         tier: [geo.saved_layout(u, plan.units[u].names(tier), plan.tokens).span for u, _ in inner] for tier in SAVED
     }
-    for (u, alike), on_gpu, in_ram in zip(inner, spans["gpu"], spans["ram"], strict=True):
-        yield Buffers("gpu", "saved", on_gpu, n * alike, geo.names[u])
-        yield Buffers("ram", "saved", in_ram, n * alike, geo.names[u])
+    for (u, n_units), on_gpu, in_ram in zip(inner, spans["gpu"], spans["ram"], strict=True):
+        yield Buffers("gpu", "saved", on_gpu, n * n_units, geo.names[u])
+        yield Buffers("ram", "saved", in_ram, n * n_units, geo.names[u])
     for tier in ("peer", "ram", "ssd"):
         yield Buffers("gpu", "saved pool", max(spans[tier], default=0), plan.swap_slots, tier)
     if placement["ssd"] or any(spans["ssd"]):
@@ -267,11 +267,11 @@ def workspace(geo: Geometry, plan: Plan, gpu: int = 0) -> int:
     """Bytes that a GPU needs outside the buffers: its largest unit's temporaries with 2 % for fragmentation, and
     inputs. Rotary tables, 4 bytes for each position and rotated feature, are within the reserve (host.GPU_RESERVE).
     """
-    wide = 4 if plan.sums_wide else ITEMSIZE[plan.dtype]
+    itemsize = 4 if plan.sums_wide else ITEMSIZE[plan.dtype]
     first = {geo.kinds[u]: u for u in range(geo.head) if plan.units[u].gpu == gpu}.values()  # by kind
-    needs = [geo.workspace_bytes(u, plan.tokens, wide) for u in first]
+    needs = [geo.workspace_bytes(u, plan.tokens, itemsize) for u in first]
     if gpu == plan.units[geo.head].gpu:
-        needs.append(geo.workspace_bytes(geo.head, plan.tokens, wide))
+        needs.append(geo.workspace_bytes(geo.head, plan.tokens, itemsize))
     temporaries = max(needs, default=0)
     taught = geo.cfg.teaching.nbytes if geo.cfg.teaching else 0
     inputs = plan.tokens * plan.n_micro * (48 + taught)
@@ -280,7 +280,7 @@ def workspace(geo: Geometry, plan: Plan, gpu: int = 0) -> int:
 
 def fullest(on_gpu: Sequence[int], limits: Limits) -> int:
     """The GPU with the fewest bytes left. `on_gpu`: bytes that each holds."""
-    return max(range(len(on_gpu)), key=lambda gpu: on_gpu[gpu] - limits.of(gpu))
+    return max(range(len(on_gpu)), key=lambda gpu: on_gpu[gpu] - limits.gpu_bytes(gpu))
 
 
 def usage(geo: Geometry, plan: Plan, less: Sequence[int] = ()) -> dict[str, int]:
@@ -294,7 +294,7 @@ def usage(geo: Geometry, plan: Plan, less: Sequence[int] = ()) -> dict[str, int]
 def each_usage(geo: Geometry, plan: Plan) -> tuple[list[int], int]:
     """Bytes of each GPU, and of RAM."""
     on_gpu, ram = [workspace(geo, plan, gpu) for gpu in range(plan.gpus)], 0
-    for b in _buffers(geo, plan, _alike(geo, plan)):
+    for b in _buffers(geo, plan, _unit_counts(geo, plan)):
         if b.tier == "gpu":
             on_gpu[b.gpu] += b.nbytes * b.count
         else:

@@ -38,7 +38,7 @@ from trireme.models.sizes import costs, narrow
 Value = TypeVar("Value")
 
 
-# What a task reads or writes: it comes after `ready`, and `done` is called with it.
+# What a task reads or writes: it comes after `ready`, and `attach` is called with it.
 Use = UnitWeights | InUse | Buffer
 
 
@@ -79,15 +79,15 @@ class Engine:
     ) -> Task:
         """Queues `fn` on the GPU of unit u, after all uses are ready; returns its task. `flops` is asked for if traced.
 
-        Calls `done` of each use with the task, in their order: that is the order in which copies from the GPU are
+        Calls `attach` of each use with the task, in their order: that is the order in which copies from the GPU are
         queued.
         """
-        ready, name = [task for use in uses for task in use.ready], name or self.geo.names[u]
+        after, name = [task for use in uses for task in use.ready], name or self.geo.names[u]
         queue = numbered("compute", self.gpu(u))
-        done = self.queues.run(queue, kind, name, fn, ready, flops=flops() if self.queues.tracing else 0)
+        task = self.queues.run(queue, kind, name, fn, after, flops=flops() if self.queues.tracing else 0)
         for use in uses:
-            use.done(done)
-        return done
+            use.attach(task)
+        return task
 
     def gpu(self, u: int) -> int:
         """The GPU that computes with unit u."""
@@ -164,10 +164,10 @@ def inputs_on(
     cfg: ModelConfig,
     micro_batch: MicroBatch,
     places: Sequence[tuple[Tables, torch.device | str]],
-    apart: bool = False,
+    split_kl: bool = False,
 ) -> Inputs:
-    """A micro-batch on each of the places: (tables from rope_tables, device). `apart`: as of in_ram."""
-    return placed(in_ram(cfg, micro_batch, apart=apart), places)
+    """A micro-batch on each of the places: (tables from rope_tables, device). `split_kl`: as of in_ram."""
+    return placed(in_ram(cfg, micro_batch, split_kl=split_kl), places)
 
 
 class InRam(NamedTuple):
@@ -197,12 +197,12 @@ class InRam(NamedTuple):
 
 
 def in_ram(
-    cfg: ModelConfig, micro_batch: MicroBatch, pinned: bool = False, noise: Noise | None = None, apart: bool = False
+    cfg: ModelConfig, micro_batch: MicroBatch, pinned: bool = False, noise: Noise | None = None, split_kl: bool = False
 ) -> InRam:
     """Makes the tensors of a micro-batch in RAM. `pinned`: in pinned memory, so that copies to a GPU are
-    asynchronous. `apart`: for training with kto, of the answers alone, with their counterparts as `kl`.
+    asynchronous. `split_kl`: for training with kto, of the answers alone, with their counterparts as `kl`.
     """
-    if apart:
+    if split_kl:
         answers, counterparts = (in_ram(cfg, half, pinned) for half in micro_batch.halves())
         return answers._replace(of_docs=micro_batch.documents, kl=counterparts, noise=noise)
     pin = Tensor.pin_memory if pinned else lambda tensor: tensor

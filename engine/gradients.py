@@ -37,18 +37,18 @@ class Gradients:
 
     def __init__(self, placement: Placement):
         self.geo, self.plan, self.queues = geo, plan, queues = placement.geo, placement.plan, placement.queues
-        self.wide = geo.gradients if plan.sums_wide else geo.weights  # of the accumulators
+        self.layouts = geo.gradients if plan.sums_wide else geo.weights  # of the accumulators
         self.accumulators, self.tied = placement.gpu_pools("sum"), placement.gpu_pools("sum of embedding")
         self.out = placement.gpu_pools("rounded pool")  # rounded
-        self.landings, back = placement.pools("ram", "gradient"), placement.pool("ram", "gradient pool")
-        self.holding: dict[int, Buffer] = {}  # accumulators in use, by unit
+        self.landings, pool = placement.pools("ram", "gradient"), placement.pool("ram", "gradient pool")
+        self.in_use: dict[int, Buffer] = {}  # accumulators in use, by unit
         self.landed: dict[int, Home] = {}
         self.itemsize = ITEMSIZE[geo.dtype]
         units = range(geo.n_units)
-        self.on_gpu = [Buffer(placement.of(u, "gpu", "rounded")) for u in units]  # of layers that are updated there
+        self.on_gpu = [Buffer(placement.buffer(u, "gpu", "rounded")) for u in units]  # of layers that are updated there
         on_drive = lambda u: in_scratch(placement.scratch, geo.weights[u].span, later=True)
-        made = lambda u: DriveHome(queues, "gradient", geo.names[u], back, on_drive(u), "state")
-        self.on_ssd = {u: made(u) for u in units if plan.spilled(u)}
+        drive_home = lambda u: DriveHome(queues, "gradient", geo.names[u], pool, on_drive(u), "state")
+        self.on_ssd = {u: drive_home(u) for u in units if plan.spilled(u)}
         if not queues.simulated:
             sums = (torch.zeros(geo.first_stretch[-1], device=device) for device in queues.devices)
             self.sums = list(sums)  # of squares by stretch, by GPU: each its units'
@@ -57,17 +57,17 @@ class Gradients:
         """The buffer of unit u's sum, zero before the first addition."""
         if not self.geo.numel[u]:
             return Buffer(NOTHING)
-        if u not in self.holding:
+        if u not in self.in_use:
             self._begin(u)
-        return self.holding[u]
+        return self.in_use[u]
 
     def tensors(self, u: int, gradient: Buffer) -> dict[str, Tensor]:
         """Views of a sum, by name."""
-        return views(self.wide[u], gradient.tensor) if self.geo.numel[u] else {}
+        return views(self.layouts[u], gradient.tensor) if self.geo.numel[u] else {}
 
     def _begin(self, u: int) -> None:
         """Takes a buffer for unit u's sum, and sets it to zero."""
-        buffer, nbytes = self._accumulator(u), self.wide[u].span
+        buffer, nbytes = self._accumulator(u), self.layouts[u].span
 
         def zero() -> None:
             buffer.tensor[:nbytes].zero_()
@@ -77,17 +77,17 @@ class Gradients:
 
     def _accumulator(self, u: int) -> Buffer:
         pools = self.tied if u == 0 and self.geo.cfg.tied else self.accumulators
-        self.holding[u] = pools[self.plan.units[u].gpu].acquire(self.geo.names[u])
-        return self.holding[u]
+        self.in_use[u] = pools[self.plan.units[u].gpu].acquire(self.geo.names[u])
+        return self.in_use[u]
 
     def finish(self, u: int) -> None:
         """Ends unit u's sum: rounds it, sums its squares for the norm, and brings it to where it is updated."""
         if not self.geo.numel[u]:
             return
-        accumulator, name = self.holding.pop(u), self.geo.names[u]
+        accumulator, name = self.in_use.pop(u), self.geo.names[u]
         if self.plan.units[u].state == "gpu":
-            (whole,) = self.geo.pieces(u, self.geo.numel[u])
-            task = self._round(u, whole, accumulator, self.on_gpu[u].tensor, accumulator.ready)
+            (piece,) = self.geo.pieces(u, self.geo.numel[u])
+            task = self._round(u, piece, accumulator, self.on_gpu[u].tensor, accumulator.ready)
             self._land_in(u, self.on_gpu[u], task)
         else:
             landing = self.landings[self.geo.size_class(u)].acquire(name)
@@ -99,11 +99,11 @@ class Gradients:
                 self._land_in(u, landing, landed)
         accumulator.free((task,))
 
-    def _land_in(self, u: int, buffer: Buffer, ready: Task) -> None:
-        buffer.ready = (ready,)
+    def _land_in(self, u: int, buffer: Buffer, task: Task) -> None:
+        buffer.ready = (task,)
         self.landed[u] = Home(self.queues, "gradient", self.geo.names[u], buffer)
 
-    def set_aside(self, u: int) -> None:
+    def defer(self, u: int) -> None:
         """Unit u's sum has the head's part, and is continued later in backward. With one host there is nothing to
         do.
         """
@@ -117,23 +117,23 @@ class Gradients:
             out.free((landed,))
         return task, landed  # first in, first out: the last piece lands last
 
-    def shared(self, u: int, hi: Tensor, updated: Task) -> Task:  # noqa: ARG002 (of several hosts)
+    def share_weights(self, u: int, hi: Tensor, updated: Task) -> Task:  # noqa: ARG002 (of several hosts)
         """The task after which unit u's weights `hi` in RAM are updated; with several hosts, by all of them."""
         return updated
 
-    def over_hosts(self, loads: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+    def sum_over_hosts(self, loads: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
         """The load of experts on all hosts, given that on each GPU of this host."""
         return loads
 
     def gather(self, parts: Sequence[Tensor]) -> None:
         """Fills the parts of other hosts in a list by host, in RAM. With one host there are none."""
 
-    def totals(self, loss: Callable[[Tensor], Tensor], gpu: int, others: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    def totals(self, loss: Callable[[Tensor], Tensor], gpu: int, peer_sums: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """(sum of losses, gradient norm) of a step, fp64 on a GPU.
 
-        `loss`: adds the losses to its argument. `others`: as of `norm`.
+        `loss`: adds the losses to its argument. `peer_sums`: as of `norm`.
         """
-        norm = self.norm(gpu, others)
+        norm = self.norm(gpu, peer_sums)
         return loss(torch.zeros_like(norm)), norm
 
     def _round(self, u: int, piece: Sequence[Stretch], accumulator: Buffer, out: Tensor, after: Sequence[Task]) -> Task:
@@ -142,11 +142,11 @@ class Gradients:
         gpu = self.plan.units[u].gpu
 
         def finish() -> None:
-            wide = flat(accumulator.tensor, self.wide[u].tensors[0].dtype, first + n)
-            narrow = flat(out, self.geo.dtype, n)
+            gradient = flat(accumulator.tensor, self.layouts[u].tensors[0].dtype, first + n)
+            rounded = flat(out, self.geo.dtype, n)
             for start, stop, i in piece:
                 total = self.sums[gpu][place + i : place + i + 1]
-                ops.grad_finish(wide[start:stop], out=narrow[start - first : stop - first], total=total)
+                ops.grad_finish(gradient[start:stop], out=rounded[start - first : stop - first], total=total)
 
         nbytes = 3 * n * self.itemsize
         return self.queues.run(numbered("compute", gpu), "finish", self.geo.names[u], finish, after, nbytes=nbytes)
@@ -161,11 +161,11 @@ class Gradients:
         queue = numbered("d2h", self.plan.units[u].gpu)
         return self.queues.run(queue, "gradient", self.geo.names[u], land, (rounded, *landing.ready), nbytes=nbytes)
 
-    def norm(self, gpu: int, others: Sequence[Tensor]) -> Tensor:
-        """The gradient norm of the step, fp64 on a GPU. `others`: sums of squares on the other GPUs, in RAM."""
+    def norm(self, gpu: int, peer_sums: Sequence[Tensor]) -> Tensor:
+        """The gradient norm of the step, fp64 on a GPU. `peer_sums`: sums of squares on the other GPUs, in RAM."""
         sums = self.sums[gpu]
-        for other in others:
-            sums = sums + other.to(sums.device)  # each zero elsewhere: one GPU's to the bit
+        for part in peer_sums:
+            sums = sums + part.to(sums.device)  # each zero elsewhere: one GPU's to the bit
         return sums.double().sum().sqrt()
 
     def discard(self) -> None:
@@ -183,9 +183,9 @@ class Wire(Protocol):
     arrived.
     """
 
-    def send(self, queue: str, host: int, what: Tensor) -> None: ...
+    def send(self, queue: str, host: int, tensor: Tensor) -> None: ...
 
-    def receive(self, queue: str, host: int, what: Tensor) -> None: ...
+    def receive(self, queue: str, host: int, tensor: Tensor) -> None: ...
 
     def deal(self, queue: str, root: int, parts: Sequence[Tensor]) -> None:
         """Sends each host its part from host `root`. On other hosts only the own part is filled, the rest is not
@@ -206,11 +206,11 @@ class SharedGradients(Gradients):
         super().__init__(placement)
         geo = self.geo
         self._wire = wire
-        self.into, self.onward = placement.pool("ram", "sums", "in"), placement.pool("ram", "sums", "out")
-        self.whole = placement.pools("ram", "whole gradient")
+        self.incoming, self.outgoing = placement.pool("ram", "sums", "in"), placement.pool("ram", "sums", "out")
+        self.unit_landings = placement.pools("ram", "whole gradient")
         order = [geo.head, *[0] * geo.cfg.tied, *range(geo.head - 1, -1, -1)]  # of backward
         self.following = dict(pairwise(u for u in order if geo.numel[u]))
-        self.aside: set[int] = set()  # units with sums at the next host, to come back
+        self.deferred: set[int] = set()  # units with sums at the next host, to come back
 
     @property
     def wire(self) -> Wire:
@@ -220,32 +220,32 @@ class SharedGradients(Gradients):
     def get(self, u: int) -> Buffer:
         """As of Gradients. Also begins the sum of the next unit, which is received during this unit's additions."""
         gradient, following = super().get(u), self.following.get(u)
-        if following is not None and following not in self.holding and u not in self.aside:
+        if following is not None and following not in self.in_use and u not in self.deferred:
             self._begin(following)
         return gradient
 
     def _begin(self, u: int) -> None:
         """Receives unit u's sum from the host before; on the first host the sum begins with zeros."""
-        if self.plan.host == 0 and u not in self.aside:
+        if self.plan.host == 0 and u not in self.deferred:
             super()._begin(u)
             return
-        before = (self.plan.host - 1) % self.plan.hosts
-        gpu, name, come = self.plan.units[u].gpu, self.geo.names[u], list[Task]()
+        previous = (self.plan.host - 1) % self.plan.hosts
+        gpu, name, copies = self.plan.units[u].gpu, self.geo.names[u], list[Task]()
         buffer = self._accumulator(u)
         for first, n in map(extent, self.geo.pieces(u, self.plan.sum_piece)):
-            piece = self.into.acquire(name)
+            piece = self.incoming.acquire(name)
 
             def receive(piece: Buffer = piece, n: int = n) -> None:
-                self.wire.receive("sum_in", before, flat(piece.tensor, "F32", n))
+                self.wire.receive("sum_in", previous, flat(piece.tensor, "F32", n))
 
             def up(piece: Buffer = piece, first: int = first, n: int = n) -> None:
                 buffer.tensor[4 * first : 4 * (first + n)].copy_(piece.tensor[: 4 * n], non_blocking=True)
 
-            here = self.queues.run("sum_in", "gradient", name, receive, piece.ready, nbytes=4 * n)
-            ready = (here, *buffer.ready)
-            come.append(self.queues.run(numbered("sum_up", gpu), "gradient", name, up, ready, nbytes=4 * n))
-            piece.free(come[-1:])
-        buffer.ready = tuple(come[-1:])  # first in, first out: the last piece arrives last
+            received = self.queues.run("sum_in", "gradient", name, receive, piece.ready, nbytes=4 * n)
+            after = (received, *buffer.ready)
+            copies.append(self.queues.run(numbered("sum_up", gpu), "gradient", name, up, after, nbytes=4 * n))
+            piece.free(copies[-1:])
+        buffer.ready = tuple(copies[-1:])  # first in, first out: the last piece arrives last
 
     def finish(self, u: int) -> None:
         """Sends unit u's sum to the next host; the last host rounds it and sends the shares. Receives this host's
@@ -253,48 +253,48 @@ class SharedGradients(Gradients):
         """
         if not self.geo.numel[u]:
             return
-        self.aside.discard(u)
-        accumulator, name, kind = self.holding.pop(u), self.geo.names[u], self.geo.size_class(u)
+        self.deferred.discard(u)
+        accumulator, name, kind = self.in_use.pop(u), self.geo.names[u], self.geo.size_class(u)
         shares, size = self.geo.shares(u, self.plan.record), self.itemsize
         share = shares[self.plan.host]
-        mine = self.landings[kind].acquire(name) if share.stop > share.start else None
-        whole = self.whole[kind].acquire(name) if self.plan.last_host else None
-        if whole is None:
+        landing = self.landings[kind].acquire(name) if share.stop > share.start else None
+        gradient = self.unit_landings[kind].acquire(name) if self.plan.last_host else None
+        if gradient is None:
             last, landed = self._pass_on(u, accumulator), None
         else:
-            last, landed = self._leave(u, accumulator, whole)
+            last, landed = self._leave(u, accumulator, gradient)
         accumulator.free((last,))
 
         def deal() -> None:
             parts = [NOTHING] * self.plan.hosts
-            if whole is not None:
-                parts = [whole.tensor[s.start * size : s.stop * size] for s in shares]
-            if mine is not None:
-                here = mine.tensor[: (share.stop - share.start) * size]
-                if whole is not None:
-                    here.copy_(parts[self.plan.host])
-                parts[self.plan.host] = here
+            if gradient is not None:
+                parts = [gradient.tensor[s.start * size : s.stop * size] for s in shares]
+            if landing is not None:
+                part = landing.tensor[: (share.stop - share.start) * size]
+                if gradient is not None:
+                    part.copy_(parts[self.plan.host])
+                parts[self.plan.host] = part
             self.wire.deal("net", self.plan.hosts - 1, parts)
 
-        nbytes = size * (self.geo.numel[u] if whole is not None else share.stop - share.start)
-        ready = (*([landed] if landed else ()), *(mine.ready if mine else ()))
-        dealt = self.queues.run("net", "gradient", name, deal, ready, nbytes=nbytes)
-        if whole is not None:
-            whole.free((dealt,))
-        self._land_in(u, mine or Buffer(NOTHING), dealt)
+        nbytes = size * (self.geo.numel[u] if gradient is not None else share.stop - share.start)
+        after = (*([landed] if landed else ()), *(landing.ready if landing else ()))
+        dealt = self.queues.run("net", "gradient", name, deal, after, nbytes=nbytes)
+        if gradient is not None:
+            gradient.free((dealt,))
+        self._land_in(u, landing or Buffer(NOTHING), dealt)
 
-    def set_aside(self, u: int) -> None:
+    def defer(self, u: int) -> None:
         """Sends the sum to the next host. It comes back to the first host, which continues it."""
         if self.geo.numel[u]:
-            accumulator = self.holding.pop(u)
+            accumulator = self.in_use.pop(u)
             accumulator.free((self._pass_on(u, accumulator),))
-            self.aside.add(u)
+            self.deferred.add(u)
 
     def _pass_on(self, u: int, accumulator: Buffer) -> Task:
         """Sends unit u's sum to the next host, in pieces; returns the task that reads the sum last."""
         gpu, name = self.plan.units[u].gpu, self.geo.names[u]
         for first, n in map(extent, self.geo.pieces(u, self.plan.sum_piece)):
-            piece = self.onward.acquire(name)
+            piece = self.outgoing.acquire(name)
 
             def down(piece: Buffer = piece, first: int = first, n: int = n) -> None:
                 piece.tensor[: 4 * n].copy_(accumulator.tensor[4 * first : 4 * (first + n)], non_blocking=True)
@@ -302,13 +302,13 @@ class SharedGradients(Gradients):
             def send(piece: Buffer = piece, n: int = n) -> None:
                 self.wire.send("sum_out", (self.plan.host + 1) % self.plan.hosts, flat(piece.tensor, "F32", n))
 
-            ready = (*accumulator.ready, *piece.ready)
-            left = self.queues.run(numbered("sum_down", gpu), "gradient", name, down, ready, nbytes=4 * n)
-            gone = self.queues.run("sum_out", "gradient", name, send, (left,), nbytes=4 * n)
-            piece.free((gone,))
-        return left
+            after = (*accumulator.ready, *piece.ready)
+            copied = self.queues.run(numbered("sum_down", gpu), "gradient", name, down, after, nbytes=4 * n)
+            sent = self.queues.run("sum_out", "gradient", name, send, (copied,), nbytes=4 * n)
+            piece.free((sent,))
+        return copied
 
-    def shared(self, u: int, hi: Tensor, updated: Task) -> Task:
+    def share_weights(self, u: int, hi: Tensor, updated: Task) -> Task:
         shares, nbytes = self.geo.shares(u, self.plan.record), self.geo.weights[u].span
 
         def gather() -> None:
@@ -316,8 +316,8 @@ class SharedGradients(Gradients):
 
         return self.queues.run("net", "weights", self.geo.names[u], gather, (updated,), nbytes=nbytes)
 
-    def over_hosts(self, loads: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
-        sums = torch.stack([torch.stack(of_all).sum(0).double() for of_all in zip(*loads, strict=True)])
+    def sum_over_hosts(self, loads: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+        sums = torch.stack([torch.stack(values).sum(0).double() for values in zip(*loads, strict=True)])
         parts = [torch.empty_like(sums) for _ in range(self.plan.hosts)]
         parts[self.plan.host] = sums
         self.wire.gather("statistics", parts)
@@ -327,7 +327,7 @@ class SharedGradients(Gradients):
     def gather(self, parts: Sequence[Tensor]) -> None:
         self.wire.gather("statistics", parts)
 
-    def totals(self, loss: Callable[[Tensor], Tensor], gpu: int, others: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    def totals(self, loss: Callable[[Tensor], Tensor], gpu: int, peer_sums: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """As of Gradients. The loss is summed from host to host; the last host has the norm, and sends both to all."""
         sums, wire, host = torch.zeros(2, dtype=torch.float64), self.wire, self.plan.host
         if host:
@@ -336,7 +336,7 @@ class SharedGradients(Gradients):
         if not self.plan.last_host:
             wire.send("statistics", host + 1, sums[:1])
         else:
-            sums[1:] = self.norm(gpu, others).cpu()
+            sums[1:] = self.norm(gpu, peer_sums).cpu()
         wire.deal("statistics", self.plan.hosts - 1, [sums] * self.plan.hosts)
         loss_, norm = sums.to(self.sums[gpu].device)
         return loss_, norm

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from trireme.engine.memory import Buffer, Pool, copied
+from trireme.engine.memory import Buffer, Pool, queue_copy
 from trireme.engine.queues.task import Kind, Queues, Task
 from trireme.storage.layout import ALIGN, round_up
 
@@ -42,18 +42,18 @@ class Home:
         """The tasks that write the bytes which `part` gives; a buffer that it brings has its own."""
         return self.place.ready
 
-    def load(self, queue: str, into: Buffer, nbytes: int) -> Task:
+    def load(self, queue: str, target: Buffer, nbytes: int) -> Task:
         """Copies the first `nbytes` to a buffer; returns the task that writes it last."""
         source = self.bring(nbytes)
-        task = copied(self.queues, queue, self.kind, self.label, source, into, nbytes)
+        task = queue_copy(self.queues, queue, self.kind, self.label, source, target, nbytes)
         source.free((task,))
         return task
 
     def store(self, queue: str, source: Buffer, nbytes: int) -> Task:
         """Copies the first `nbytes` of a buffer here; returns the task that reads it last."""
-        here = self.room()
-        task = copied(self.queues, queue, self.kind, self.label, source, here, nbytes)
-        self.keep(here, (task,), nbytes)
+        buffer = self.acquire()
+        task = queue_copy(self.queues, queue, self.kind, self.label, source, buffer, nbytes)
+        self.keep(buffer, (task,), nbytes)
         return task
 
     def part(self, a: int, b: int) -> tuple[Tensor, Buffer | None]:
@@ -66,7 +66,7 @@ class Home:
 
     # ------------------------------------------------ by way of RAM
 
-    def room(self) -> Buffer:
+    def acquire(self) -> Buffer:
         """A buffer to put the bytes in, for `keep`."""
         return self.place
 
@@ -76,22 +76,22 @@ class Home:
         """
         return self.place
 
-    def keep(self, here: Buffer, after: Sequence[Task], nbytes: int | None = None, part: object = None) -> None:
-        """The bytes in a buffer of `bring` or `room` are new after these tasks; frees the buffer."""
-        self.write(here, after, nbytes, part)
-        here.free(self.last)
+    def keep(self, buffer: Buffer, after: Sequence[Task], nbytes: int | None = None, part: object = None) -> None:
+        """The bytes in a buffer of `bring` or `acquire` are new after these tasks; frees the buffer."""
+        self.write(buffer, after, nbytes, part)
+        buffer.free(self.last)
 
-    def write(self, here: Buffer, after: Sequence[Task], nbytes: int | None = None, part: object = None) -> None:  # noqa: ARG002
+    def write(self, buffer: Buffer, after: Sequence[Task], nbytes: int | None = None, part: object = None) -> None:  # noqa: ARG002
         """As `keep`, but the buffer stays the caller's."""
-        here.ready = tuple(after)
+        buffer.ready = tuple(after)
 
 
 class DriveHome(Home):
     """Bytes on the drives, by way of a pool in RAM."""
 
-    def __init__(self, queues: Queues, kind: Kind, label: str, pool: Pool, on: OnDrive, queue: str = "ssd"):
+    def __init__(self, queues: Queues, kind: Kind, label: str, pool: Pool, drive: OnDrive, queue: str = "ssd"):
         """`queue`: "ssd", or "state" for what no task waits for yet."""
-        self.queues, self.kind, self.label, self.pool, self.on, self.queue = queues, kind, label, pool, on, queue
+        self.queues, self.kind, self.label, self.pool, self.drive, self.queue = queues, kind, label, pool, drive, queue
         self._last: tuple[Task, ...] = ()
 
     @property
@@ -104,32 +104,32 @@ class DriveHome(Home):
 
     def part(self, a: int, b: int) -> tuple[Tensor, Buffer | None]:
         begin, end = a // ALIGN * ALIGN, round_up(b)  # whole blocks of the drive
-        here = self.bring(part=(begin, end))
-        return here.tensor[a - begin : b - begin], here
+        buffer = self.bring(part=(begin, end))
+        return buffer.tensor[a - begin : b - begin], buffer
 
     def free(self, after: Sequence[Task]) -> None:
         """Nothing to do: the space on the drives is its own."""
 
-    def room(self) -> Buffer:
+    def acquire(self) -> Buffer:
         return self.pool.acquire(self.label)
 
     def bring(self, nbytes: int | None = None, part: object = None) -> Buffer:
-        here, on, n = self.room(), self.on, nbytes
-        nbytes = on.nbytes(part) if nbytes is None else nbytes
-        read = lambda: on.read(here.tensor[:n], part)
-        here.ready = self._last = (self._run("read", read, (*here.ready, *self.last), nbytes),)
-        return here
+        buffer, drive, n = self.acquire(), self.drive, nbytes
+        nbytes = drive.nbytes(part) if nbytes is None else nbytes
+        read = lambda: drive.read(buffer.tensor[:n], part)
+        buffer.ready = self._last = (self._run("read", read, (*buffer.ready, *self.last), nbytes),)
+        return buffer
 
-    def load(self, queue: str, into: Buffer, nbytes: int) -> Task:
-        task = super().load(queue, into, nbytes)
+    def load(self, queue: str, target: Buffer, nbytes: int) -> Task:
+        task = super().load(queue, target, nbytes)
         self._last = (task,)
         return task
 
-    def write(self, here: Buffer, after: Sequence[Task], nbytes: int | None = None, part: object = None) -> None:
-        on, n, nbytes = self.on, nbytes, self.on.nbytes(part) if nbytes is None else nbytes
-        write = lambda: on.write(here.tensor[:n], part)
+    def write(self, buffer: Buffer, after: Sequence[Task], nbytes: int | None = None, part: object = None) -> None:
+        drive, n, nbytes = self.drive, nbytes, self.drive.nbytes(part) if nbytes is None else nbytes
+        write = lambda: drive.write(buffer.tensor[:n], part)
         self._last = (self._run("write", write, (*after, *self.last), nbytes),)
-        here.ready = tuple(after)
+        buffer.ready = tuple(after)
 
-    def _run(self, way: str, io: Callable[[], object], after: Sequence[Task], nbytes: int) -> Task:
-        return self.queues.run(f"{self.queue}_{way}", self.kind, self.label, io, after, nbytes=nbytes)
+    def _run(self, access: str, io: Callable[[], object], after: Sequence[Task], nbytes: int) -> Task:
+        return self.queues.run(f"{self.queue}_{access}", self.kind, self.label, io, after, nbytes=nbytes)

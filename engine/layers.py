@@ -1,7 +1,7 @@
 """The tasks that compute with one layer and one micro-batch, in forward and backward: one function for each kind.
 
 Only the functions given to `compute` touch data, so a simulation runs the same code. What a task reads and writes are
-its uses: the task comes after their `ready`, and their `done` is called with it, which frees buffers or starts copies.
+its uses: the task comes after their `ready`, and `attach` is called with it, which frees buffers or starts copies.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from trireme.models.sizes import measure
 
 def forward_embedding(e: Engine, b: int, w: UnitWeights, mb: Inputs, train: bool) -> Task:
     """Embeds a micro-batch's tokens."""
-    out = e.activations.x[1][b].fill(mb.tokens, again=train)
+    out = e.activations.x[1][b].fill(mb.tokens, for_backward=train)
 
     def forward() -> None:
         ids, rows = mb.on(e.gpu(0)).ids, mb.on(e.gpu(0)).rows
@@ -40,23 +40,23 @@ def forward_block(e: Engine, u: int, b: int, w: UnitWeights, mb: Inputs, train: 
     """Forward of a block, or of a slice of its experts: the last slice writes the layer's output and saves
     tensors.
     """
-    again = train and u + 1 < e.geo.head
+    for_backward = train and u + 1 < e.geo.head
     x = e.activations.x[u][b].read(last=w.ends)
-    out = [e.activations.x[u + 1][b].fill(mb.tokens, again)] if w.ends else []
+    out = [e.activations.x[u + 1][b].fill(mb.tokens, for_backward)] if w.ends else []
     saved = [activation.fill(mb.tokens) for activation in e.activations.saved[u][b]] if train and w.ends else []
     passed = e.activations.from_slice(u, b, w.begins, w.ends)
 
     def forward() -> None:
-        rows, (onto,) = mb.on(e.gpu(u)).rows, out or (x,)  # a slice before the last leaves x as it is
+        rows, (target,) = mb.on(e.gpu(u)).rows, out or (x,)  # a slice before the last leaves x as it is
         sums = views(e.geo.passed_layout(mb.tokens), passed[0].tensor) if passed else None
-        model.forward(e.cfg, u, weights, x.rows(), rows, saved_tensors(saved), onto.rows(), passed=sums)
+        model.forward(e.cfg, u, weights, x.rows(), rows, saved_tensors(saved), target.rows(), passed=sums)
 
     weights = weights_of(e, w)
     flops = lambda: measure.forward_flops(e.cfg, u, mb.tokens, mb.pairs) * w.share
-    done = e.compute("forward", u, forward, (w, *saved, x, *out, *passed), flops, w.name)
+    task = e.compute("forward", u, forward, (w, *saved, x, *out, *passed), flops, w.name)
     if w.ends:
-        e.activations.end_slices(b, done)
-    return done
+        e.activations.end_slices(b, task)
+    return task
 
 
 # ---------------------------------------------------------------- the head
@@ -84,8 +84,8 @@ def loss(e: Engine, b: int, w: Mapping[int, UnitWeights], mb: Inputs, take: Take
     u, x, dx = e.geo.head, e.activations.x[e.geo.head][b].read(), e.activations.dx[e.geo.head][b].fill(mb.tokens)
 
     def run() -> None:
-        top, into = (head.with_output(e.cfg, of[u], of.get(0)) for of in (weights, grads))
-        take(b, mb.on(e.gpu(u)), top, x.rows(), into, dx.rows())
+        top, head_grads = (head.with_output(e.cfg, tensors[u], tensors.get(0)) for tensors in (weights, grads))
+        take(b, mb.on(e.gpu(u)), top, x.rows(), head_grads, dx.rows())
 
     weights = {v: weights_of(e, layer) for v, layer in w.items()}
     grads = {v: gradients_of(e, v, gradient) for v, gradient in sums.items()}
@@ -96,7 +96,7 @@ def loss(e: Engine, b: int, w: Mapping[int, UnitWeights], mb: Inputs, take: Take
 
 def head_losses(
     cfg: ModelConfig,
-    at: Packed,
+    packed: Packed,
     top: head.HeadWeights,
     x: Tensor,
     scale: float = 1.0,
@@ -108,10 +108,10 @@ def head_losses(
 
     `parts`: with a teacher, the sums of the two parts of the losses are appended, (2,) fp64.
     """
-    of = head.Targets(at.labels, at.loss_rows, at.factors, at.shares, at.correct)
-    losses = head.head_loss(cfg, top, x, of, scale, gradients, dx)
-    losses = losses if at.factors is None else losses * at.factors
-    if at.shares is None or not cfg.teaching:
+    targets = head.Targets(packed.labels, packed.loss_rows, packed.factors, packed.shares, packed.correct)
+    losses = head.head_loss(cfg, top, x, targets, scale, gradients, dx)
+    losses = losses if packed.factors is None else losses * packed.factors
+    if packed.shares is None or not cfg.teaching:
         return losses
     if parts is not None:
         parts.append(losses.sum(1, dtype=torch.float64))
@@ -132,19 +132,19 @@ def backward_block(e: Engine, u: int, b: int, w: UnitWeights, mb: Inputs) -> Tas
     passed = e.activations.from_slice(u, b, w.begins, w.ends)
 
     def backward() -> None:
-        rows, (onto,) = mb.on(e.gpu(u)).rows, dx or (x,)  # a slice before the last leaves x as it is
+        rows, (target,) = mb.on(e.gpu(u)).rows, dx or (x,)  # a slice before the last leaves x as it is
         sums = views(e.geo.passed_layout(mb.tokens), passed[0].tensor) if passed else None
-        tensors = x.rows(), saved_tensors(saved), dy.rows(), rows, onto.rows(), sums
+        tensors = x.rows(), saved_tensors(saved), dy.rows(), rows, target.rows(), sums
         model.backward(e.cfg, u, weights, grads, *tensors)
 
     weights, grads = weights_of(e, w), gradients_of(e, u, gradient)
     names = frozenset(name for name, _ in e.plan.units[u].saved)
     flops = lambda: measure.backward_flops(e.cfg, u, mb.tokens, mb.pairs, names) * w.share
     uses: list[Use] = [w, gradient, x, *saved, dy, *dx, *passed]
-    done = e.compute("backward", u, backward, uses, flops, w.name)
+    task = e.compute("backward", u, backward, uses, flops, w.name)
     if w.ends:
-        e.activations.end_slices(b, done)
-    return done
+        e.activations.end_slices(b, task)
+    return task
 
 
 def backward_embedding(e: Engine, b: int, mb: Inputs) -> Task:

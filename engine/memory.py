@@ -72,11 +72,11 @@ class Buffer:
         self.owner: str | None = None
         self.content: object | None = None
 
-    def done(self, task: Task) -> None:
+    def attach(self, task: Task) -> None:
         """As a task's use: the next task that uses it comes after `task`."""
         self.ready = (task,)
 
-    def used(self, task: Task) -> None:
+    def hold_until(self, task: Task) -> None:
         """The next task that writes it comes after `task`, too."""
         self.ready = (*self.ready, task)
 
@@ -88,7 +88,7 @@ class Buffer:
             self.pool.free(self, after)
 
 
-def copied(queues: Queues, queue: str, kind: Kind, label: str, source: Buffer, target: Buffer, nbytes: int) -> Task:
+def queue_copy(queues: Queues, queue: str, kind: Kind, label: str, source: Buffer, target: Buffer, nbytes: int) -> Task:
     """Queues a copy of the first `nbytes` of a buffer to another; returns its task."""
 
     def copy() -> None:
@@ -158,7 +158,7 @@ class Fetched(Protocol):
     """What is copied to the GPU before it is used."""
 
     @property
-    def may_come(self) -> bool:
+    def can_fetch(self) -> bool:
         """Whether there is a buffer for it now."""
         ...
 
@@ -181,18 +181,18 @@ class Prefetch:
         for number, (gpu, item) in enumerate(items):
             queues.setdefault(gpu, deque()).append((number, item))
         self.queues = list(queues.values())
-        self.go_on()
+        self.advance()
 
-    def go_on(self) -> None:
+    def advance(self) -> None:
         """To be called when a buffer was freed."""
-        while self.queues and (startable := [queue for queue in self.queues if queue[0][1].may_come]):
+        while self.queues and (startable := [queue for queue in self.queues if queue[0][1].can_fetch]):
             first = min(startable, key=lambda queue: queue[0][0])
             _, item = first.popleft()
             if not first:
                 self.queues = [queue for queue in self.queues if queue]
             item.fetch()
 
-    def break_off(self) -> None:
+    def cancel(self) -> None:
         self.queues.clear()
 
 
@@ -210,30 +210,30 @@ class Memory:
     pinned: bool = True  # register RAM; False after a refusal
     refused: int = 0  # bytes not registered
     table: list[tuple[str, str, int, int, int]] = field(default_factory=list)  # tier, name, bytes each, count, GPU
-    taken: Counter[tuple[str, int]] = field(default_factory=Counter)  # bytes by tier and GPU
+    allocated: Counter[tuple[str, int]] = field(default_factory=Counter)  # bytes by tier and GPU
     pools: list[Pool] = field(default_factory=list)
     _maps: list[mmap.mmap] = field(default_factory=list)
     _pins: list[weakref.finalize[..., Memory]] = field(default_factory=list)
 
-    def used(self, tier: str, gpu: int | None = None) -> int:
+    def used_bytes(self, tier: str, gpu: int | None = None) -> int:
         """Bytes taken in "ram", or in "gpu": of one GPU, or of the one that has taken most."""
         gpus = range(len(self.devices)) if gpu is None else (gpu,)
-        return max(self.taken[tier, gpu] for gpu in gpus)
+        return max(self.allocated[tier, gpu] for gpu in gpus)
 
     def reserve(self, tier: str, name: str, nbytes: int, count: int = 1, gpu: int = 0) -> None:
         """Counts buffers against a tier's limit without allocating them. Raises DoesNotFit."""
         if nbytes * count == 0:
             return
-        limit = self.limits.of(gpu) if tier == "gpu" else self.limits.ram
-        total = self.used(tier, gpu) + nbytes * count
+        limit = self.limits.gpu_bytes(gpu) if tier == "gpu" else self.limits.ram
+        total = self.used_bytes(tier, gpu) + nbytes * count
         if total > limit:
             option, memory = ("--gpu-memory", "GPU memory") if tier == "gpu" else ("--ram", "RAM")
             raise DoesNotFit(
-                f"{name} needs {gib(nbytes * count)} of {memory}, {gib(limit - self.used(tier, gpu))} of the limit of "
-                f"{gib(limit)} is left. Raise {option} or lower --seq-len or --micro-batch."
+                f"{name} needs {gib(nbytes * count)} of {memory}, {gib(limit - self.used_bytes(tier, gpu))} "
+                f"of the limit of {gib(limit)} is left. Raise {option} or lower --seq-len or --micro-batch."
             )
         self.table.append((tier, name, nbytes, count, gpu))
-        self.taken[tier, gpu] += nbytes * count
+        self.allocated[tier, gpu] += nbytes * count
 
     def take_whole(self, sizes: Sequence[int]) -> None:
         """Has torch take what a plan needs of each GPU in one piece, which buffers and temporaries are then cut from:

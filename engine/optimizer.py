@@ -116,7 +116,7 @@ class Optimizer:
             return
         unit, gradient = self.plan.units[u], self.gradients.landed.pop(u)
         if unit.state == "gpu":
-            self.weights.layers[u].trained.updated_here(self.kernels.update(u, gradient))
+            self.weights.layers[u].trained.updated_on_gpu(self.kernels.update(u, gradient))
         else:
             (self.streamed if unit.update == "gpu" else self.on_cpu).hand_over(u, gradient)
 

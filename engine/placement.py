@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple, Protocol
 
 from torch import Tensor
 
-from trireme.engine.buffers import ENDS, What, buffers
+from trireme.engine.buffers import ENDS, Role, buffers
 from trireme.engine.geometry import SLICE, Geometry
 from trireme.engine.home import DriveHome, Home, OnDrive
 from trireme.engine.memory import NOTHING, Buffer, Memory, Pool, memory_of
@@ -141,44 +141,44 @@ class Placement:
         self.store, self.scratch, self.files = store, scratch, files
         self.blank = True  # buffers in RAM are as the system gives memory: zero
         self.updates = 0  # handed over so far
-        based = range(len(geo.base))
-        tiers = [plan.units[geo.unit_of(v)].base for v in based]
-        copied = [v for v in based if tiers[v] == "ssd" and files is None]
+        base_units = range(len(geo.base))
+        tiers = [plan.units[geo.unit_of(v)].base for v in base_units]
+        copied = [v for v in base_units if tiers[v] == "ssd" and files is None]
         self.base_offset = {u: scratch.reserve(geo.base[u].span) for u in copied}  # in the scratch space
         planned = list(buffers(geo, plan))
-        self._made = {
-            (b.tier, b.what, b.of, b.gpu): memory.alloc(b.tier, b.name, b.nbytes, b.count, b.gpu) for b in planned
+        self._buffers = {
+            (b.tier, b.role, b.key, b.gpu): memory.alloc(b.tier, b.name, b.nbytes, b.count, b.gpu) for b in planned
         }
-        self.staging = sum(b.nbytes for b in planned if b.what == "staging")
+        self.staging = sum(b.nbytes for b in planned if b.role == "staging")
         units = range(geo.n_units)
-        self.weights = [self.of(u, plan.units[u].weights, "weights") for u in units]
-        self.base = [self.of(v, tiers[v], "base") for v in based]
-        self.state = [self._split_records(u, self.of(u, plan.units[u].state, "state")) for u in units]
+        self.weights = [self.buffer(u, plan.units[u].weights, "weights") for u in units]
+        self.base = [self.buffer(v, tiers[v], "base") for v in base_units]
+        self.state = [self._split_records(u, self.buffer(u, plan.units[u].state, "state")) for u in units]
 
-    def of(self, u: int, tier: Tier, what: What, gpu: int | None = None) -> Tensor:
+    def buffer(self, u: int, tier: Tier, role: Role, gpu: int | None = None) -> Tensor:
         """Unit u's buffer, on its GPU or on `gpu`; empty if the plan has none, and in a simulation."""
-        name = self.geo.base_names[u] if what == "base" else self.geo.names[u]
+        name = self.geo.base_names[u] if role == "base" else self.geo.names[u]
         gpu = self.plan.units[self.geo.unit_of(u)].gpu if gpu is None else gpu
-        return next(iter(self.many(tier, what, name, gpu)), NOTHING)
+        return next(iter(self.many(tier, role, name, gpu)), NOTHING)
 
-    def many(self, tier: Tier, what: What, of: str = "", gpu: int = 0) -> list[Tensor]:
+    def many(self, tier: Tier, role: Role, key: str = "", gpu: int = 0) -> list[Tensor]:
         """Equal buffers, by the fields of buffers.Buffers; empty if the plan has none."""
-        return self._made.get((tier, what, of, gpu if tier == "gpu" else 0), [])
+        return self._buffers.get((tier, role, key, gpu if tier == "gpu" else 0), [])
 
-    def pool(self, tier: Tier, what: What, of: str = "", gpu: int = 0, part: slice | None = None) -> Pool:
+    def pool(self, tier: Tier, role: Role, key: str = "", gpu: int = 0, part: slice | None = None) -> Pool:
         """A new pool of equal buffers. `part`: of only some of them."""
-        tensors = self.many(tier, what, of, gpu)
-        pool = self.memory.make_pool(f"{numbered(tier, gpu)} {what} {of}".rstrip(), tensors[part] if part else tensors)
+        tensors = self.many(tier, role, key, gpu)
+        pool = self.memory.make_pool(f"{numbered(tier, gpu)} {role} {key}".rstrip(), tensors[part] if part else tensors)
         self.memory.pools.append(pool)
         return pool
 
-    def gpu_pools(self, what: What, of: str = "") -> list[Pool]:
+    def gpu_pools(self, role: Role, key: str = "") -> list[Pool]:
         """A pool on each GPU."""
-        return [self.pool("gpu", what, of, gpu) for gpu in range(self.plan.gpus)]
+        return [self.pool("gpu", role, key, gpu) for gpu in range(self.plan.gpus)]
 
-    def pools(self, tier: Tier, what: What, gpu: int = 0) -> dict[str, Pool]:
+    def pools(self, tier: Tier, role: Role, gpu: int = 0) -> dict[str, Pool]:
         """Pools by size class."""
-        return {kind: self.pool(tier, what, kind, gpu) for kind in ("block", *HALVES, SLICE, *ENDS)}
+        return {kind: self.pool(tier, role, kind, gpu) for kind in ("block", *HALVES, SLICE, *ENDS)}
 
     def _split_records(self, u: int, buffer: Tensor) -> list[Tensor]:
         records, start = [], 0
@@ -206,8 +206,8 @@ class Placement:
     def in_ram(self, entry: Entry) -> Tensor | None:
         """The buffer in which an entry is stored if the CPU can address it, else None."""
         stored = self.stored(entry)
-        away = stored is None or stored.device.type != "cpu" or (self.queues.simulated and self.tier(entry) == "gpu")
-        return None if away else stored
+        remote = stored is None or stored.device.type != "cpu" or (self.queues.simulated and self.tier(entry) == "gpu")
+        return None if remote else stored
 
     def in_place(self, entry: Entry) -> bool:
         """Whether an entry is read from the user's checkpoint and never written."""
@@ -257,8 +257,8 @@ class Placement:
             stored = self.stored(entry)
             assert stored is not None, f"{label} is on the SSD"
             return Home(self.queues, kind, label, Buffer(stored))
-        on = self._in_checkpoint(entry, self.files) if self.files and self.in_place(entry) else self._in_store(entry)
-        return DriveHome(self.queues, kind, label, pool, on, queue)
+        drive = self._in_checkpoint(entry, self.files) if self.files and self.in_place(entry) else self._in_store(entry)
+        return DriveHome(self.queues, kind, label, pool, drive, queue)
 
     def _in_store(self, entry: Entry) -> OnDrive:
         """An entry's shards; of a record, a part is the names of its parts (Geometry.state_parts)."""
@@ -292,14 +292,14 @@ class Placement:
         """Starts to move shards from or to their offsets in `buffer`; those of frozen weights are in the scratch space.
         `later`: as of Store. After an error nothing is in flight.
         """
-        moving: list[Future[None]] = []
+        futures: list[Future[None]] = []
         try:
             for s in shards:
-                moving.append(self._start(access, s, memory_of(buffer[s.first :], s.layout.span), later))
+                futures.append(self._start(access, s, memory_of(buffer[s.first :], s.layout.span), later))
         except BaseException:
-            wait(moving)
+            wait(futures)
             raise
-        return moving
+        return futures
 
     def _start(self, access: Access, shard: Stored, memory: memoryview, later: bool) -> Future[None]:
         if shard.entry.kind == "base":
@@ -315,9 +315,9 @@ def _refuse(buffer: Tensor, part: object) -> None:  # noqa: ARG001
     raise AssertionError("the user's checkpoint is never written")
 
 
-def finish(moving: Iterable[Future[None]]) -> None:
+def finish(futures: Iterable[Future[None]]) -> None:
     """Waits for all futures, then raises the first error."""
-    moving = list(moving)
-    wait(moving)
-    for future in moving:
+    futures = list(futures)
+    wait(futures)
+    for future in futures:
         future.result()

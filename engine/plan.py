@@ -53,11 +53,11 @@ class Limits:
     less: tuple[int, ...] = ()  # bytes that each GPU has less than `gpu`, where their memory is unequal
 
     @property
-    def both(self) -> int:
+    def total(self) -> int:
         """Bytes of all GPUs and of RAM."""
         return self.gpus * self.gpu - sum(self.less) + self.ram
 
-    def of(self, gpu: int) -> int:
+    def gpu_bytes(self, gpu: int) -> int:
         """Bytes of one GPU."""
         return self.gpu - (self.less[gpu] if self.less else 0)
 

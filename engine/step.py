@@ -102,12 +102,12 @@ def evaluate(e: Engine, batch: Sequence[Inputs], parts: list[Tensor] | None = No
     """
     losses = [NOTHING] * len(batch)
 
-    def take(b: int, at: Packed, top: HeadWeights, x: Tensor) -> None:
-        losses[b] = head_losses(e.cfg, at, top, x, parts=parts)
+    def take(b: int, packed: Packed, top: HeadWeights, x: Tensor) -> None:
+        losses[b] = head_losses(e.cfg, packed, top, x, parts=parts)
 
-    done = forward(e, batch, take)
+    tasks = forward(e, batch, take)
     if e.plan.gpus > 1 and not e.queues.simulated:
-        for task in done:
+        for task in tasks:
             task.wait()  # threads of their own make the losses
     return losses
 
@@ -129,15 +129,15 @@ def stream_layers(e: Engine) -> Iterator[tuple[int, Any]]:
 def _streamed(e: Engine, parts: Sequence[UnitWeights]) -> Iterator[tuple[int, Any]]:
     """Yields the first of `parts`, which are used together, and frees all of them after it."""
     part = parts[0]
-    queue, whole = numbered("compute", e.gpu(part.u)), e.geo.weights[part.u].span + e.geo.base[part.u].span
+    queue, layer_bytes = numbered("compute", e.gpu(part.u)), e.geo.weights[part.u].span + e.geo.base[part.u].span
     arrived = e.queues.run(queue, "other", f"wait for {e.geo.names[part.u]}", lambda: None, part.ready)
     if e.plan.gpus > 1 and not e.queues.simulated:
         arrived.wait()  # another thread's queue
     yield part.u, weights_of(e, part)
-    nbytes = whole if part.rest is None else e.geo.base[part.v].span
-    done = e.queues.run(queue, "token", part.name, lambda: None, nbytes=nbytes)  # what the caller read
-    for used in parts:
-        used.done(done)
+    nbytes = layer_bytes if part.layer is None else e.geo.base[part.v].span
+    task = e.queues.run(queue, "token", part.name, lambda: None, nbytes=nbytes)  # what the caller read
+    for unit in parts:
+        unit.attach(task)
 
 
 # ---------------------------------------------------------------- forward
@@ -173,18 +173,18 @@ def _losses_and_gradients(
     """
     losses = [NOTHING] * len(batch)
 
-    def add(b: int, at: Packed, top: HeadWeights, x: Tensor, into: HeadWeights, dx: Tensor) -> None:
+    def add(b: int, packed: Packed, top: HeadWeights, x: Tensor, head_grads: HeadWeights, dx: Tensor) -> None:
         if comparison:  # losses without gradients give the factors of those with
-            plain = head_losses(e.cfg, at._replace(factors=None), top, x)
-            at = at._replace(factors=comparison.factors(b, plain), correct=None)
-        losses[b] = head_losses(e.cfg, at, top, x, scale, into, dx, parts)
+            plain = head_losses(e.cfg, packed._replace(factors=None), top, x)
+            packed = packed._replace(factors=comparison.factors(b, plain), correct=None)
+        losses[b] = head_losses(e.cfg, packed, top, x, scale, head_grads, dx, parts)
 
     with e.weights.of_losses() as w:
         for b, mb in enumerate(batch):
             loss(e, b, w, mb, add)
     e.optimizer.finish(e.geo.head)
     for v in read_by_loss(e.geo)[1:]:
-        e.gradients.set_aside(v)
+        e.gradients.defer(v)
     return losses
 
 
@@ -211,12 +211,12 @@ def _pool_load(e: Engine, batch: Sequence[Inputs]) -> None:
 
         return e.queues.run(numbered("compute", gpu), "other", "load", with_load, after)
 
-    def of_hosts(load: Load) -> list[tuple[Tensor, Tensor]]:
-        of_gpus = [task.wait() for task in counted]
-        return e.gradients.over_hosts(of_gpus) if load.weight else of_gpus
+    def sum_loads(load: Load) -> list[tuple[Tensor, Tensor]]:
+        loads = [task.wait() for task in counted]
+        return e.gradients.sum_over_hosts(loads) if load.weight else loads
 
     counted = [run(gpu, lambda load: load.in_ram()) for gpu in range(e.plan.gpus)]
-    total = run(0, of_hosts, counted)
+    total = run(0, sum_loads, counted)
     for gpu in range(e.plan.gpus):
         run(gpu, lambda load: load.pool_(total.wait()), (total,))
 

@@ -121,15 +121,15 @@ class CpuWork:
         self.ranges = self.geo.records(u, kernels.plan.record)
         self.updates = [kernels.bind(u, a, b, part=part) for a, b in self.ranges]
 
-    def whole(self, states: Sequence[Tensor], after: Sequence[Task]) -> Task:
+    def update_unit(self, states: Sequence[Tensor], after: Sequence[Task]) -> Task:
         """Queues the update of all records, whose `states` are in RAM."""
         return self._run(self.geo.names[self.u], dict(enumerate(states)), after)
 
-    def record(self, r: int, state: Tensor, after: Sequence[Task]) -> Task:
+    def update_record(self, r: int, state: Tensor, after: Sequence[Task]) -> Task:
         """Queues the update of record r."""
         return self._run(f"{self.geo.names[self.u]} {r}", {r: state}, after)
 
-    def _run(self, of: str, states: Mapping[int, Tensor], after: Sequence[Task]) -> Task:
+    def _run(self, label: str, states: Mapping[int, Tensor], after: Sequence[Task]) -> Task:
         first = self.geo.share(self.u, self.kernels.plan.record).start  # of the gradient that is here
         bytes_of = lambda r: (ITEMSIZE[self.geo.dtype] * (i - first) for i in self.ranges[r])
         grads = {r: self.gradient.part(*bytes_of(r)) for r in states}
@@ -141,10 +141,10 @@ class CpuWork:
                     self._update(r, states[r], grad)
 
         nbytes = PART_BYTES[self.part] * sum(b - a for a, b in (self.ranges[r] for r in states))
-        read = [buffer for _, buffer in grads.values() if buffer]
-        ready = (*after, *self.gradient.ready, *(task for buffer in read for task in buffer.ready))
-        task = self.kernels.queues.run("cpu", KIND[self.part], of, update, ready, nbytes=nbytes)
-        for buffer in read:
+        buffers = [buffer for _, buffer in grads.values() if buffer]
+        dependencies = (*after, *self.gradient.ready, *(task for buffer in buffers for task in buffer.ready))
+        task = self.kernels.queues.run("cpu", KIND[self.part], label, update, dependencies, nbytes=nbytes)
+        for buffer in buffers:
             buffer.free((task,))
         return task
 
@@ -165,10 +165,10 @@ class CpuUpdates:
         self.placement, self.weights, self.gradients = kernels.placement, weights, gradients
         self.pool, geo, plan = self.placement.pool("ram", "state pool"), self.geo, self.plan
         units = range(geo.n_units) if plan.mode == "forward" else reversed(range(geo.n_units))
-        of = [(u, r) for u in units if plan.units[u].state == "ssd" for r in range(len(geo.records(u, plan.record)))]
-        homes = {(u, r): self.placement.home(Entry("state", u, r), self.pool) for u, r in of}
+        keys = [(u, r) for u in units if plan.units[u].state == "ssd" for r in range(len(geo.records(u, plan.record)))]
+        homes = {(u, r): self.placement.home(Entry("state", u, r), self.pool) for u, r in keys}
         self.homes, self.next = homes, cycle(homes)  # in the order of updates
-        self.readable = len(of)  # records to read; late moments must be written first
+        self.readable = len(keys)  # records to read; late moments must be written first
         self.ahead: deque[tuple[Home, Buffer]] = deque()
         self.late: dict[int, tuple[CpuWork, Sequence[Task]]] = {}  # moments that are due, and what they come after
         self.written: dict[int, tuple[Task, ...]] = {}  # the last late moments of a layer with state in RAM
@@ -176,20 +176,20 @@ class CpuUpdates:
     def hand_over(self, u: int, gradient: Home) -> None:
         """Queues unit u's update."""
         unit, weights = self.plan.units[u], self.weights.layers[u].trained
-        taken, late = weights.home.bring(), unit.state in self.plan.late_moments
-        after = (*taken.ready, *self.kernels.clipped)
-        work = CpuWork(self.kernels, u, gradient, "weights" if late else "all", taken.tensor)
+        buffer, late = weights.home.bring(), unit.state in self.plan.late_moments
+        after = (*buffer.ready, *self.kernels.clipped)
+        work = CpuWork(self.kernels, u, gradient, "weights" if late else "all", buffer.tensor)
         if unit.state == "ssd" and work.ranges:
             for r in range(len(work.ranges)):  # first in, first out: the last record ends last
-                done = self._record(work, r, after, late)
+                task = self._record(work, r, after, late)
         else:
-            done = work.whole(self.placement.state[u], after)
-        current = self.gradients.shared(u, taken.tensor, done)
+            task = work.update_unit(self.placement.state[u], after)
+        current = self.gradients.share_weights(u, buffer.tensor, task)
         if late:
-            self.moments_later(u, gradient, (done,))
+            self.moments_later(u, gradient, (task,))
         else:
-            gradient.free((done,))
-        weights.updated_in_ram(taken, current)
+            gradient.free((task,))
+        weights.updated_in_ram(buffer, current)
 
     def moments_later(self, u: int, gradient: Home, after: Sequence[Task]) -> None:
         """Keeps the update of unit u's moments for `moments`. It comes after `after`, the update of its weights."""
@@ -199,18 +199,18 @@ class CpuUpdates:
         """Queues the update of a record on the SSD; with late moments only its low halves are written."""
         if not self.ahead:
             self._read_next()
-        home, here = self.ahead.popleft()
+        home, buffer = self.ahead.popleft()
         assert home is self.homes[work.u, r], "optimizer records are read in the order of their updates"
-        done = work.record(r, here.tensor, (*after, *here.ready))
+        task = work.update_record(r, buffer.tensor, (*after, *buffer.ready))
         if not late:
-            home.keep(here, (done,))
+            home.keep(buffer, (task,))
             self.readable += 1
         elif self.geo.dtype == "BF16":
-            home.keep(here, (done,), part=("low",))
+            home.keep(buffer, (task,), part=("low",))
         else:  # F32: the weights are the master, the record is unchanged
-            here.free((done,))
+            buffer.free((task,))
         self.read_ahead()
-        return done
+        return task
 
     def read_ahead(self) -> None:
         """Starts reads of records in the order of the updates, as far as there are buffers."""
@@ -229,14 +229,14 @@ class CpuUpdates:
             if self.plan.units[work.u].state == "ssd" and work.ranges:
                 for r in range(len(work.ranges)):
                     home = self.homes[work.u, r]
-                    here = home.bring(part=("moments",))
-                    done = work.record(r, here.tensor, (*after, *here.ready))
-                    home.keep(here, (done,), part=("moments",))
+                    buffer = home.bring(part=("moments",))
+                    task = work.update_record(r, buffer.tensor, (*after, *buffer.ready))
+                    home.keep(buffer, (task,), part=("moments",))
                 self.readable += len(work.ranges)
             else:
-                done = work.whole(self.placement.state[work.u], after)
-                self.written[work.u] = (done,)
-            work.gradient.free((done,))
+                task = work.update_unit(self.placement.state[work.u], after)
+                self.written[work.u] = (task,)
+            work.gradient.free((task,))
 
 
 # ---------------------------------------------------------------- streamed through the GPU
@@ -257,27 +257,27 @@ class StreamedUpdates:
 
     def hand_over(self, u: int, gradient: Home) -> None:
         """Queues unit u's update."""
-        weights, read = self.weights.layers[u].trained, []
+        weights, copies = self.weights.layers[u].trained, []
         buffer = weights.get()
-        come = (*weights.ready, *weights.home.last)  # the copy of the last update reads them, too
+        users = (*weights.ready, *weights.home.last)  # the copy of the last update reads them, too
         for r, (a, b) in enumerate(self.geo.records(u, self.plan.record)):
-            up, done = self._record(u, r, flat(buffer.tensor, self.geo.dtype, b)[a:], come, gradient)
-            read.append(up)
+            copy, task = self._record(u, r, flat(buffer.tensor, self.geo.dtype, b)[a:], users, gradient)
+            copies.append(copy)
         if self.part == "weights":
-            self.on_cpu.moments_later(u, gradient, read)
+            self.on_cpu.moments_later(u, gradient, copies)
         else:
-            gradient.free(read)
-        weights.updated_here(done)
+            gradient.free(copies)
+        weights.updated_on_gpu(task)
 
-    def _record(self, u: int, r: int, hi: Tensor, come: Sequence[Task], gradient: Home) -> tuple[Task, Task]:
+    def _record(self, u: int, r: int, hi: Tensor, users: Sequence[Task], gradient: Home) -> tuple[Task, Task]:
         """Queues the update of a record: copy to the GPU, update, copy back. Returns the first two tasks.
 
-        `hi`: its weights on the GPU, which may be written after `come`.
+        `hi`: its weights on the GPU, which may be written after `users`.
         """
         a, b = self.geo.records(u, self.plan.record)[r]
         dtype, layout, stored = self.geo.dtype, self.geo.state_layout(b - a), self.placement.state[u][r]
-        of, gpu = f"{self.geo.names[u]} {r}", self.plan.units[u].gpu
-        adamw, buffer = self.kernels.bind(u, a, b, on_gpu=True, part=self.part), self.pools[gpu].acquire(of)
+        label, gpu = f"{self.geo.names[u]} {r}", self.plan.units[u].gpu
+        adamw, buffer = self.kernels.bind(u, a, b, on_gpu=True, part=self.part), self.pools[gpu].acquire(label)
         landed, _ = gradient.part(ITEMSIZE[dtype] * a, ITEMSIZE[dtype] * b)
 
         def up() -> None:
@@ -285,19 +285,19 @@ class StreamedUpdates:
             grad = flat(buffer.tensor[layout.span :], dtype, b - a)
             grad.copy_(flat(landed, dtype, b - a), non_blocking=True)
 
-        def update() -> None:
+        def run() -> None:
             grad = flat(buffer.tensor[layout.span :], dtype, b - a)
             adamw(hi, views(layout, buffer.tensor), grad)
 
         last = (*self.written.get((u, r), ()), *self.on_cpu.written.get(u, ()))
-        before = (*buffer.ready, *gradient.ready, *self.kernels.clipped, *last)
+        after = (*buffer.ready, *gradient.ready, *self.kernels.clipped, *last)
         nbytes = layout.span + ITEMSIZE[dtype] * (b - a)
-        gone = self.queues.run(numbered("update_in", gpu), "state", of, up, before, nbytes=nbytes)
-        done = self.queues.run(numbered("update", gpu), "adamw", of, update, (gone, *come), nbytes=GPU_BYTES * (b - a))
-        buffer.free((self._back(u, r, buffer.tensor, done),))
-        return gone, done
+        copy = self.queues.run(numbered("update_in", gpu), "state", label, up, after, nbytes=nbytes)
+        task = self.queues.run(numbered("update", gpu), "adamw", label, run, (copy, *users), nbytes=GPU_BYTES * (b - a))
+        buffer.free((self._copy_back(u, r, buffer.tensor, task),))
+        return copy, task
 
-    def _back(self, u: int, r: int, updated: Tensor, done: Task) -> Task:
+    def _copy_back(self, u: int, r: int, updated: Tensor, task: Task) -> Task:
         """Queues the copy of what changed to RAM; before late moments these are the low halves. Returns the last task
         on the buffer.
         """
@@ -305,14 +305,14 @@ class StreamedUpdates:
         first, layout = 0, self.geo.state_layout(b - a)
         if self.part == "weights":
             if self.geo.dtype == "F32":  # the weights are the master, the record is unchanged
-                return done
+                return task
             first, layout = self.geo.state_parts(b - a)["low"]
         changed = slice(first, first + layout.span)
 
         def down() -> None:
             stored[changed].copy_(updated[changed], non_blocking=True)
 
-        queue, of = numbered("update_out", self.plan.units[u].gpu), f"{self.geo.names[u]} {r}"
-        back = self.queues.run(queue, "state", of, down, (done,), nbytes=layout.span)
-        self.written[u, r] = (back,)
-        return back
+        queue, label = numbered("update_out", self.plan.units[u].gpu), f"{self.geo.names[u]} {r}"
+        copy = self.queues.run(queue, "state", label, down, (task,), nbytes=layout.span)
+        self.written[u, r] = (copy,)
+        return copy

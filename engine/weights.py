@@ -15,7 +15,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from trireme.engine.buffers import What, read_by_loss
+from trireme.engine.buffers import Role, read_by_loss
 from trireme.engine.geometry import Geometry
 from trireme.engine.home import Home
 from trireme.engine.memory import Buffer, Pool, Prefetch, views
@@ -36,68 +36,68 @@ class Weights:
         """`home`: without a pool, on the GPU that computes with them, or empty. `pieces`: as a read of them lies."""
         self.home, self.pool, self.gpu, self.pieces = home, pool, gpu, pieces
         self.nbytes = sum(piece.nbytes for piece in pieces)
-        self.here = None if pool else home.bring()  # of a pool: while in use
+        self.buffer = None if pool else home.bring()  # of a pool: while in use
         self.ready: tuple[Task, ...] = ()
         self.fresh: Buffer | None = None  # new weights of the SSD that are still in RAM
 
     @property
-    def may_come(self) -> bool:
-        return self.here is not None or self.pool is None or self.pool.is_free
+    def can_fetch(self) -> bool:
+        return self.buffer is not None or self.pool is None or self.pool.is_free
 
     @property
     def pooled(self) -> bool:
         """Whether they have a buffer of a pool now."""
-        return self.pool is not None and self.here is not None
+        return self.pool is not None and self.buffer is not None
 
     def fetch(self) -> None:
-        if self.here is not None or self.pool is None:
+        if self.buffer is not None or self.pool is None:
             return
-        self.here = self.pool.acquire(self.home.label, self)
-        if self.here.content is not self:
-            self.here.content, self.ready = self, (self._load(self.here),)
+        self.buffer = self.pool.acquire(self.home.label, self)
+        if self.buffer.content is not self:
+            self.buffer.content, self.ready = self, (self._load(self.buffer),)
 
-    def _load(self, here: Buffer) -> Task:
+    def _load(self, buffer: Buffer) -> Task:
         written = self.home.last if self.fresh else ()
         source, self.fresh = self.fresh or self.home.bring(), None
 
         def up() -> None:
             for first, offset, n in self.pieces:
-                here.tensor[offset : offset + n].copy_(source.tensor[first : first + n], non_blocking=True)
+                buffer.tensor[offset : offset + n].copy_(source.tensor[first : first + n], non_blocking=True)
 
-        ready, queue = (*here.ready, *source.ready), numbered("h2d", self.gpu)
-        task = self.home.queues.run(queue, "weights", self.home.label, up, ready, nbytes=self.nbytes)
+        after, queue = (*buffer.ready, *source.ready), numbered("h2d", self.gpu)
+        task = self.home.queues.run(queue, "weights", self.home.label, up, after, nbytes=self.nbytes)
         source.free((task, *written))
         return task
 
     def get(self) -> Buffer:
         """The buffer on the GPU."""
         self.fetch()
-        assert self.here is not None
-        return self.here
+        assert self.buffer is not None
+        return self.buffer
 
     def release(self, after: Sequence[Task]) -> None:
         """Frees a pool's buffer. `after`: the tasks of a pass that read it last."""
         if self.pool is not None:
-            here, self.here = self.get(), None
-            here.free((*self.ready, *after, *self.home.last))
+            buffer, self.buffer = self.get(), None
+            buffer.free((*self.ready, *after, *self.home.last))
 
-    # ------------------------------------------------ updates, by a task `done`
+    # ------------------------------------------------ updates, by a task
 
-    def updated_here(self, done: Task) -> None:
+    def updated_on_gpu(self, task: Task) -> None:
         """They are updated on the GPU, where they are stored, or to be copied back."""
-        self.ready = (done,)
+        self.ready = (task,)
         if self.pool is not None:
-            here = self.get()
-            here.ready = (done,)
-            self.home.store(numbered("update_out", self.gpu), here, self.nbytes)
+            buffer = self.get()
+            buffer.ready = (task,)
+            self.home.store(numbered("update_out", self.gpu), buffer, self.nbytes)
 
-    def updated_in_ram(self, taken: Buffer, done: Task) -> None:
+    def updated_in_ram(self, buffer: Buffer, task: Task) -> None:
         """They are updated in the buffer in RAM that `home.bring` gave."""
-        assert self.here is None, "a layer in use was updated"
+        assert self.buffer is None, "a layer in use was updated"
         assert self.pool is not None
         self.pool.forget(self)
-        self.home.write(taken, (done,))
-        self.fresh = taken if taken.pool else None
+        self.home.write(buffer, (task,))
+        self.fresh = buffer if buffer.pool else None
 
     def settle(self) -> None:
         """Frees the staging buffer that holds new weights; the next use reads them from the SSD."""
@@ -111,19 +111,19 @@ class Weights:
 
 class UnitWeights:
     """What a task computes with: a layer's trained and frozen weights, and `decoded`, what a pass makes of them. Of
-    experts that come in slices, one slice with `rest`, the layer's other weights.
+    experts that come in slices, one slice with `layer`, the layer's other weights.
     """
 
-    def __init__(self, geo: Geometry, v: int, weights: Sequence[Weights], rest: UnitWeights | None = None):
+    def __init__(self, geo: Geometry, v: int, weights: Sequence[Weights], layer: UnitWeights | None = None):
         """`v`: the layer's number or, as a unit of frozen weights, the slice's. `weights`: trained and frozen ones, or
         those of the slice.
         """
-        self.u, self.v, self.weights, self.rest = geo.unit_of(v), v, weights, rest
-        self.name = geo.names[v] if rest is None else geo.base_names[v]
-        self.experts = None if rest is None else geo.experts_of(v)
-        self.share = 1.0 if rest is None else geo.share_of_slice(v)  # of the layer's work
+        self.u, self.v, self.weights, self.layer = geo.unit_of(v), v, weights, layer
+        self.name = geo.names[v] if layer is None else geo.base_names[v]
+        self.experts = None if layer is None else geo.experts_of(v)
+        self.share = 1.0 if layer is None else geo.share_of_slice(v)  # of the layer's work
         numbers = geo.slices_of[self.u]
-        self.begins, self.ends = rest is None or v == numbers[0], rest is None or v == numbers[-1]
+        self.begins, self.ends = layer is None or v == numbers[0], layer is None or v == numbers[-1]
         self.slices: list[UnitWeights] = []  # of a layer
         self.decoded: Buffer | None = None
         self.before: Callable[[int], None] | None = None  # called before they come
@@ -134,8 +134,8 @@ class UnitWeights:
         return self.weights[0]
 
     @property
-    def may_come(self) -> bool:
-        return all(weights.may_come for weights in self.weights)
+    def can_fetch(self) -> bool:
+        return all(weights.can_fetch for weights in self.weights)
 
     def fetch(self) -> None:
         if self.before is not None:
@@ -145,20 +145,20 @@ class UnitWeights:
 
     @property
     def stored(self) -> tuple[Weights, ...]:
-        """All that it reads, with those of `rest`."""
-        return (*(self.rest.weights if self.rest else ()), *self.weights)
+        """All that it reads, with those of `layer`."""
+        return (*(self.layer.weights if self.layer else ()), *self.weights)
 
     @property
     def ready(self) -> tuple[Task, ...]:
-        ready = self.rest.ready if self.rest else ()
+        ready = self.layer.ready if self.layer else ()
         for weights in self.weights:
             ready += weights.ready
         return ready + (self.decoded.ready if self.decoded else ())
 
-    def done(self, task: Task) -> None:
+    def attach(self, task: Task) -> None:
         self.last = (task,)
-        if self.rest is not None:
-            self.rest.last = self.last
+        if self.layer is not None:
+            self.layer.last = self.last
 
     def release(self, after: Sequence[Task]) -> None:
         for weights in self.weights:
@@ -166,8 +166,8 @@ class UnitWeights:
 
     def tensors(self, geo: Geometry) -> dict[str, Tensor]:
         """The weights by name, while in use."""
-        layouts = (geo.weights[self.u], geo.base[self.u]) if self.rest is None else (geo.base[self.v],)
-        named = self.rest.tensors(geo) if self.rest else {}
+        layouts = (geo.weights[self.u], geo.base[self.u]) if self.layer is None else (geo.base[self.v],)
+        named = self.layer.tensors(geo) if self.layer else {}
         for layout, weights in zip(layouts, self.weights, strict=True):
             named |= views(layout, weights.get().tensor)
         return named | (views(geo.decoded[self.u], self.decoded.tensor) if self.decoded else {})
@@ -183,15 +183,15 @@ class WeightStream:
         self.layers = [UnitWeights(self.geo, u, (trained[u], frozen[u])) for u in range(self.geo.n_units)]
         for layer, numbers in zip(self.layers, self.geo.slices_of, strict=True):
             layer.slices = [UnitWeights(self.geo, v, (frozen[v],), layer) for v in numbers]
-        self.coming = Prefetch()
+        self.prefetch = Prefetch()
         self.uses: deque[int] = deque()  # of layers to come in this pass
         self.in_use: set[int] = set()  # layers
 
-    def _stored(self, kind: Literal["weights", "base"], what: What) -> Iterable[Weights]:
+    def _stored(self, kind: Literal["weights", "base"], role: Role) -> Iterable[Weights]:
         """The weights of each unit, by where the plan stores them."""
         placement, geo = self.placement, self.geo
-        pools = [placement.pools("gpu", what, gpu) for gpu in range(self.plan.gpus)]
-        staging = placement.pools("ram", what)
+        pools = [placement.pools("gpu", role, gpu) for gpu in range(self.plan.gpus)]
+        staging = placement.pools("ram", role)
         buffers, layouts = (placement.weights, geo.weights) if kind == "weights" else (placement.base, geo.base)
         for u, layout in enumerate(layouts):
             entry, size, gpu = Entry(kind, u), geo.size_class(u), self.plan.units[geo.unit_of(u)].gpu
@@ -214,11 +214,11 @@ class WeightStream:
         for layer in layers:
             layer.before = before
         in_order = before is not None and any(unit.state == "ssd" for unit in self.plan.distinct.values())
-        coming = list[tuple[int, UnitWeights]]()
+        items = list[tuple[int, UnitWeights]]()
         for layer in layers:
             gpu = 0 if in_order else self.plan.units[layer.u].gpu
-            coming += [(gpu, unit) for unit in (layer, *layer.slices)]
-        self.coming.expect(coming)
+            items += [(gpu, unit) for unit in (layer, *layer.slices)]
+        self.prefetch.expect(items)
 
     def parts(self, u: int, backward: bool = False) -> Iterator[UnitWeights]:
         """Yields what layer u is computed with: its slices, each freed after use, or all of it."""
@@ -227,7 +227,7 @@ class WeightStream:
             part.fetch()
             yield part
             part.release(part.last)
-            self.coming.go_on()
+            self.prefetch.advance()
         if not layer.slices:
             yield layer
         self._end(u)
@@ -268,11 +268,11 @@ class WeightStream:
             layer.decoded = None
         layer.release(layer.last)
         layer.last = ()
-        self.coming.go_on()
+        self.prefetch.advance()
 
-    def break_off(self, after: Task) -> None:
+    def cancel(self, after: Task) -> None:
         """Ends a pass early: frees all its buffers after `after`."""
-        self.coming.break_off()
+        self.prefetch.cancel()
         self.uses.clear()
         for layer in self.loaded:
             layer.last = (after,)

@@ -95,7 +95,7 @@ def _variants(cfg: ModelConfig, limits: Limits, wanted: Wanted, first: Plan, res
     alternatives, tried = [rule.sliced(cfg, SLICES)] if sliceable else [], rule.cuts(cfg, wanted)
     alternatives += [Cut.of(resumed)] if resumed else []
     divisions = dict.fromkeys([Cut.of(first), *(cut for cut in alternatives if cut in tried)])
-    rooms = tuple(float(limits.of(gpu)) for gpu in range(wanted.gpus))
+    rooms = tuple(float(limits.gpu_bytes(gpu)) for gpu in range(wanted.gpus))
     for cut, share in product(divisions, ((), rooms) if limits.less else ((),)):
         yield replace(wanted, cuts=(cut,), shares=share)
 
@@ -237,7 +237,7 @@ def lent(s: Search, plan: Plan) -> Iterable[Plan]:
     if not s.wanted.peers:
         return
     taken = each_usage(s.geo, plan)[0]
-    peer = max(range(plan.gpus), key=lambda gpu: s.limits.of(gpu) - taken[gpu])
+    peer = max(range(plan.gpus), key=lambda gpu: s.limits.gpu_bytes(gpu) - taken[gpu])
     units = [u for u, unit in enumerate(plan.units) if unit.gpu != peer and 0 < u < s.geo.head]
     plain, steps = plan.changed(units, saved=(), peer=peer), s.moves(plan)
     moved = lambda n: search.with_moves(s.geo, plain, steps, n, in_ram=0, beyond="peer", only=units)

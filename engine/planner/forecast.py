@@ -133,7 +133,7 @@ class Forecast:
         rows: dict[str, dict[Tier, int]] = {row: dict.fromkeys(TIERS, 0) for row in GROUPS}
         rows["workspace"]["gpu"] = sum(workspace(geo, plan, gpu) for gpu in counted)
         for b in buffers(geo, plan):
-            rows[GROUP[b.what]][b.tier] += b.nbytes * b.count * (b.tier != "gpu" or b.gpu in counted)
+            rows[GROUP[b.role]][b.tier] += b.nbytes * b.count * (b.tier != "gpu" or b.gpu in counted)
         for u, unit in enumerate(plan.units):
             rows["weights"]["ssd"] += geo.weights[u].span * (unit.weights == "ssd")
             rows["optimizer state"]["ssd"] += geo.state_span(u, plan.record) * (unit.state == "ssd")

@@ -255,7 +255,7 @@ def hold_to(limits: Limits, device: torch.device) -> None:
     """Makes torch refuse CUDA memory beyond the limit and its reserve."""
     for gpu, place in enumerate(gpus_from(device, limits.gpus)) if device.type == "cuda" else ():
         total = torch.cuda.get_device_properties(place).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, (limits.of(gpu) + GPU_RESERVE) / total), place)
+        torch.cuda.set_per_process_memory_fraction(min(1.0, (limits.gpu_bytes(gpu) + GPU_RESERVE) / total), place)
 
 
 def memory_in_use(device: torch.device, gpus: int = 1) -> tuple[float, float]:

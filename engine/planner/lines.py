@@ -45,7 +45,7 @@ def memory_lines(f: Forecast, on_gpu: bool = True) -> list[str]:
     lines = [f"plan     {'':18}{''.join(f'{name:>10}' for name in dict.fromkeys(names.values()))}"]
     lines += [row(name, tiers) + _decisions(f, name, MEMORIES if on_gpu else names) for name, tiers in rows.items()]
     lines.append(row("total", {tier: sum(tiers[tier] for tiers in rows.values()) for tier in MEMORIES}))
-    limit = f.limits.of(f.fullest) if on_gpu else gpus * f.limits.gpu - sum(f.limits.less)
+    limit = f.limits.gpu_bytes(f.fullest) if on_gpu else gpus * f.limits.gpu - sum(f.limits.less)
     return [*lines, row("limit", {"gpu": limit, "ram": f.limits.ram})]
 
 

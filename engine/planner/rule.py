@@ -365,7 +365,7 @@ def shortage(geo: Geometry, plan: Plan, limits: Limits) -> str:
     memory = f"memory of GPU {gpu}" if limits.less else "GPU memory"
     return " and ".join(
         f"{rounded_up(need)} of {name}, the limit is {rounded_up(limit)}"
-        for need, name, limit in ((on_gpu[gpu], memory, limits.of(gpu)), (ram, "RAM", limits.ram))
+        for need, name, limit in ((on_gpu[gpu], memory, limits.gpu_bytes(gpu)), (ram, "RAM", limits.ram))
         if need > limit
     )
 

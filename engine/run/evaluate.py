@@ -162,7 +162,7 @@ def prompts(data: Dataset, n: int) -> list[list[int]]:
 
 def fitted(e: Engine, prompts: list[list[int]]) -> list[list[int]]:
     """The ends of the prompts, as long as the memory allows, with the workspace of a step, which is free."""
-    room = e.memory.limits.gpu - e.memory.used("gpu") + workspace(e.geo, e.plan)
+    room = e.memory.limits.gpu - e.memory.used_bytes("gpu") + workspace(e.geo, e.plan)
     most = max(map(len, prompts), default=0)
     most = min(most, e.cfg.max_positions - 1) if not e.cfg.rotates or e.cfg.indexed else most
     itemsize = DTYPE[e.plan.dtype].itemsize
@@ -184,5 +184,5 @@ def continued(
         for gpu in range(e.plan.gpus):  # each after the one before: the last is over when all are
             queue = numbered("compute", gpu)
             in_flight = [e.queues.run(queue, "other", "break off the sample", lambda: None, in_flight)]
-        e.weights.break_off(in_flight[0])
+        e.weights.cancel(in_flight[0])
         raise

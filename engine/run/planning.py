@@ -89,12 +89,12 @@ class Planner:
                 simple_plan(self.cfg, self.limits, self.wanted(sequences))
             except DoesNotFit as error:
                 need = replace(self.limits, gpu=error.need["gpu"], ram=error.need["ram"])
-                if (spare := self.limits.both - need.both) < 0:
-                    what = f"even the smallest plan needs {rounded_up(need.both)} of RAM, {rounded_up(-spare)} too much"
-                    way = f"Raise --ram by {rounded_up(-spare * RECORDS)}" if self.options.ram else "Free some"
+                if (room := self.limits.total - need.total) < 0:
+                    what = f"even the smallest plan needs {rounded_up(need.total)} of RAM, {rounded_up(-room)} too much"
+                    way = f"Raise --ram by {rounded_up(-room * RECORDS)}" if self.options.ram else "Free some"
                     lower = f"lower --seq-len{' or --batch-size' * (sequences > 1)}"
                     raise DoesNotFit(f"{what}. {way}, or {lower}.") from None
-                return replace(need, gpu=need.gpu + spare // 2 // need.gpus, ram=need.ram + spare - spare // 2)
+                return replace(need, gpu=need.gpu + room // 2 // need.gpus, ram=need.ram + room - room // 2)
         return self.limits
 
     def search(

@@ -152,7 +152,7 @@ def _notes(job: Job) -> Iterator[str]:
         yield f"warning: --lr {rate:g} is far above what is usual for {'adapters' if job.cfg.lora else 'all weights'}"
     if warmup >= total > 1:
         yield f"warning: the run ends within its warm-up of {warmup:,} steps. Lower --warmup"
-    limit = job.limits.ram if job.on_gpu else job.limits.both
+    limit = job.limits.ram if job.on_gpu else job.limits.total
     if not o.assume and limit > (free := available_ram()):
         yield f"warning: the limit of {gib(limit)} is more than the {gib(free)} of RAM that are free"
     yield from (f"note: {note}" for note in job.opened.notes)

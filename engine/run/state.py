@@ -150,7 +150,7 @@ class Training:
         e = build(job.cfg, job.plan, job.limits, self.queues, adamw=adamw, store=self.store, files=files, wire=wire)
         self._evaluator = Evaluator(e, job.rows, o.seq_len or 0, job.n_micro)
         if e.memory.refused:
-            planned, pinned = e.memory.used("ram"), e.memory.used("ram") - e.memory.refused
+            planned, pinned = e.memory.used_bytes("ram"), e.memory.used_bytes("ram") - e.memory.refused
             note_pinned(job.device, pinned)
             way = f"Copies of the rest are several times slower; the next run plans with {gib(pinned)}"
             screen.warn(f"CUDA pins {gib(pinned)} of RAM, the plan uses {gib(planned)}. {way}, unless --ram is given")

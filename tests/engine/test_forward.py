@@ -55,7 +55,7 @@ def test_losses_and_texts_are_those_in_training(name, base):
         units = (UnitPlan(at, at, base=base),) * cfg.n_units
         plan = relayed(gpu_plan(cfg, units=units, dtype="BF16", n_micro=3, window=1), gpus, cfg.tied, between)
         e = make(untrained(cfg), replace(plan, between=between), RealQueues("cpu", extra=("poison",), gpus=plan.gpus))
-        assert not [b for b in buffers(e.geo, plan) if b.what in ("sum", "rounded", "gradient", "state", "dx pool")]
+        assert not [b for b in buffers(e.geo, plan) if b.role in ("sum", "rounded", "gradient", "state", "dx pool")]
         losses, text = passes(e, name)
         if between == "gpu" and gpus == (0,):
             expected = passes(trains, name)
@@ -87,7 +87,7 @@ def test_a_plan_fits_or_is_refused(gpu, ram, name, gpus):
     geo = Geometry.of(cfg, plan)
     assert fits(geo, plan, limits)
     memory = build(cfg, plan, limits, SimulatedQueues(lambda task: 1.0, Rates(*[1.0] * 6), gpus)).memory
-    assert usage(geo, plan) == {tier: memory.used(tier) for tier in ("gpu", "ram")}
+    assert usage(geo, plan) == {tier: memory.used_bytes(tier) for tier in ("gpu", "ram")}
 
 
 def test_weights_go_as_near_to_the_gpu_as_they_fit():

@@ -93,8 +93,8 @@ def test_resident_memory_stays_within_the_limits(tmp_path):
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
     took = json.loads(answer.read_text())
     assert "ssd" in took["placement"]
-    assert shapes.parameters(BIG) * 16 > LIMITS.both  # it would not fit without the SSD
-    assert took["highest"] - took["before"] <= LIMITS.both + SLACK
+    assert shapes.parameters(BIG) * 16 > LIMITS.total  # it would not fit without the SSD
+    assert took["highest"] - took["before"] <= LIMITS.total + SLACK
 
 
 # ---------------------------------------------------------------- on a GPU
@@ -160,7 +160,7 @@ def test_refused_or_within_the_limits(seed, tmp_path):
         e.optimizer.flush()
         e.queues.close()
         e.optimizer.close()
-        peak, in_ram = torch.cuda.max_memory_reserved() - before, e.memory.used("ram")
+        peak, in_ram = torch.cuda.max_memory_reserved() - before, e.memory.used_bytes("ram")
         e.memory.close()
     assert peak <= limits.gpu + GPU_RESERVE
     assert in_ram <= limits.ram

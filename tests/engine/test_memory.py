@@ -63,8 +63,8 @@ def test_transfers_start_in_order_and_none_overtakes_one_that_waits():
     assert fetched == ["a"]
     with pytest.raises(AssertionError):
         coming.expect((0, item) for item in items)
-    items[1].may_come = True
-    coming.go_on()
+    items[1].can_fetch = True
+    coming.advance()
     assert fetched == ["a", "b", "c"]
 
 
@@ -72,17 +72,17 @@ def test_transfers_to_a_gpu_do_not_wait_for_those_to_another():
     (items, fetched), coming = _to_fetch("abcdef"), Prefetch()
     coming.expect(zip((0, 1, 0, 1, 0, 1), items, strict=True))
     assert fetched == ["a", "c", "e"]
-    items[1].may_come = True
-    coming.go_on()
+    items[1].can_fetch = True
+    coming.advance()
     assert fetched == ["a", "c", "e", "b", "d", "f"]
-    coming.break_off()
+    coming.cancel()
     coming.expect(zip((0, 1, 0, 1, 0, 1), items, strict=True))
     assert fetched[6:] == ["a", "b", "c", "d", "e", "f"]
 
 
 def _to_fetch(names):
     """Of which `b` may not come yet, and the names of those that were fetched."""
-    items, fetched = [SimpleNamespace(name=name, may_come=name != "b") for name in names], []
+    items, fetched = [SimpleNamespace(name=name, can_fetch=name != "b") for name in names], []
     for item in items:
         item.fetch = lambda item=item: fetched.append(item.name)
     return items, fetched
@@ -127,16 +127,16 @@ def test_an_activation_is_free_after_its_last_reader(tier, again, after):
     e = engine((UnitPlan("ram", "ram", x=tier),) * LLAMA.n_units)
     x, here = e.activations.x[2][0], []
     task = e.queues.run("compute", "other", "", lambda: None)
-    x.fill(24, again).done(task)
+    x.fill(24, again).attach(task)
     for last in (False, True):
-        x.read(last).done(task)
-        here.append(x.here is not None)
+        x.read(last).attach(task)
+        here.append(x.buffer is not None)
     assert tuple(here) == after
     assert x.stored == (tier == "ram" and again)
     if again:
-        x.coming = x.later[-1] if x.later else None
+        x.fetch_hop = x.later[-1] if x.later else None
         x.fetch()
-        x.read().done(task)
-    assert x.here is None
+        x.read().attach(task)
+    assert x.buffer is None
     assert not x.stored
     assert not e.memory.owned()

@@ -60,8 +60,8 @@ def test_a_plan_fits_or_is_refused_with_the_way_out(gpu, ram, mode, bits):
     assert fits(geo, plan, Limits(**limits))
     e = build(SMALL, plan, Limits(**limits), SimulatedQueues(lambda *task: 0.0, RATES))
     for tier in limits:
-        assert e.memory.used(tier) == pytest.approx(estimated[tier], abs=4096 * 200)
-        assert e.memory.used(tier) <= limits[tier]
+        assert e.memory.used_bytes(tier) == pytest.approx(estimated[tier], abs=4096 * 200)
+        assert e.memory.used_bytes(tier) <= limits[tier]
 
 
 def test_with_room_everything_is_on_the_gpu():

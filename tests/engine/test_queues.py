@@ -104,10 +104,10 @@ def test_an_error_in_any_queue_ends_the_step_with_that_error(queue):
     class Failing(RealQueues):
         count = 0
 
-        def run(self, where, kind, of, fn, after=(), nbytes=0, flops=0):
+        def run(self, where, kind, name, fn, after=(), nbytes=0, flops=0):
             self.count += where == queue
             fn = self.broken if where == queue and self.count == 5 else fn
-            return super().run(where, kind, of, fn, after, nbytes, flops)
+            return super().run(where, kind, name, fn, after, nbytes, flops)
 
         def broken(self):
             raise OSError(5, "Input/output error", queue)
@@ -134,8 +134,8 @@ class Noting(RealQueues):
         super().__init__(threads=False)
         self.before, self.last = {}, {}
 
-    def run(self, queue, kind, of, fn, after=(), nbytes=0, flops=0):
-        task = super().run(queue, kind, of, fn, after, nbytes, flops)
+    def run(self, queue, kind, name, fn, after=(), nbytes=0, flops=0):
+        task = super().run(queue, kind, name, fn, after, nbytes, flops)
         ordered = {*after, *([self.last[queue]] if queue in self.last else ())}
         self.before[task], self.last[queue] = ordered.union(*(self.before[other] for other in ordered)), task
         return task
@@ -241,11 +241,11 @@ class Late(RealQueues):
         self.late, self.count, self.name = late, 0, ""
         self.begun, self.spoken = threading.Event(), threading.Event()
 
-    def run(self, queue, kind, of, fn, after=(), nbytes=0, flops=0):
+    def run(self, queue, kind, name, fn, after=(), nbytes=0, flops=0):
         self.count += queue == self.late
         if queue == self.late and self.count == 3:
-            self.name, late = f"{kind} {of}".rstrip(), lambda: self.begun.set() or self.spoken.wait() and fn()
-        return super().run(queue, kind, of, late if (queue, self.count) == (self.late, 3) else fn, after, nbytes, flops)
+            self.name, go = f"{kind} {name}".rstrip(), lambda: self.begun.set() or self.spoken.wait() and fn()
+        return super().run(queue, kind, name, go if (queue, self.count) == (self.late, 3) else fn, after, nbytes, flops)
 
     def wait(self, seconds):
         """As the watchdog's event: time begins with the late task."""

@@ -139,7 +139,7 @@ def test_by_peer_copies_nothing_between_layers_goes_through_ram(tier):
     assert not [task for task in queues.tasks if kind_of(task.queue).startswith("hop")]
     through_ram = [task for task in queues.tasks if kind_of(task.queue) == "d2h" and task.kind == "activations"]
     assert len(through_ram) == (2 * (e.geo.head - 1) if tier == "ram" else 0)  # the head's is needed at once
-    assert not [b for b in buffers(e.geo, plan) if (b.tier, b.what) == ("ram", "dx")]
+    assert not [b for b in buffers(e.geo, plan) if (b.tier, b.role) == ("ram", "dx")]
 
 
 class Guarded(RealQueues):
@@ -154,7 +154,7 @@ class Guarded(RealQueues):
             access = mmap.PROT_READ | mmap.PROT_WRITE if own in (gpu, "all") else 0
             assert self.libc.mprotect(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), access) == 0
 
-    def run(self, queue, kind, of, fn, after=(), nbytes=0, flops=0):
+    def run(self, queue, kind, name, fn, after=(), nbytes=0, flops=0):
         def guarded():
             copies = kind_of(queue) in PEERS
             self.guard("all" if copies else gpu_of(queue) if kind_of(queue) in ON_GPU else None)
@@ -163,7 +163,7 @@ class Guarded(RealQueues):
             finally:
                 self.guard("all")
 
-        return super().run(queue, kind, of, guarded, after, nbytes, flops)
+        return super().run(queue, kind, name, guarded, after, nbytes, flops)
 
 
 def guarded_run(monkeypatch, swapped, between="ram") -> int:
@@ -193,7 +193,7 @@ def guarded_run(monkeypatch, swapped, between="ram") -> int:
         plan = relayed(gpu_plan(DEEP, units=units * 2, dtype="BF16", record=700), (0, 1), between=between)
         e = make(DEEP, lent(plan, "gpu") if between == "gpu" else plan, queues, poison=False)
         if swapped:
-            e.weights.layers[1].trained.here.tensor = e.weights.layers[4].trained.pool.buffers[0].tensor
+            e.weights.layers[1].trained.buffer.tensor = e.weights.layers[4].trained.pool.buffers[0].tensor
         train(e, batches(DEEP, 2, plan.n_micro, 24), between=lambda i, micro: evaluate(e, micro))
         os._exit(0)
     finally:
@@ -224,7 +224,7 @@ def test_each_gpu_has_the_memory_of_its_units_and_the_fullest_counts():
     plan = gpu_plan(DEEP, units=(kept,) * 8, between="ram", dtype="BF16")
     two, one = relayed(plan, (0, 1)), usage(Geometry.of(DEEP, plan), plan)
     e = make(DEEP, two, RealQueues(gpus=2, threads=False))
-    each = [e.memory.used("gpu", gpu) for gpu in range(2)]
-    assert usage(e.geo, two)["gpu"] == max(each) == e.memory.used("gpu")
+    each = [e.memory.used_bytes("gpu", gpu) for gpu in range(2)]
+    assert usage(e.geo, two)["gpu"] == max(each) == e.memory.used_bytes("gpu")
     assert max(each) < one["gpu"] < sum(each)  # rings and workspace are on both
     e.close()

@@ -258,7 +258,7 @@ def test_experts_come_in_slices(model, slices, at_once, base):
     memory = build(
         MODELS[model], plan, LIMITS, RealQueues(threads=False), store=MemoryStore(), scratch=MemoryScratch()
     ).memory
-    assert usage(geo, plan) == {tier: memory.used(tier) for tier in ("gpu", "ram")}
+    assert usage(geo, plan) == {tier: memory.used_bytes(tier) for tier in ("gpu", "ram")}
     whole = geometry.Geometry.of(MODELS[model], replace(plan, slices=1))
     assert [sum(t.nbytes for v in (u, *of) for t in geo.base[v].tensors) for u, of in enumerate(geo.slices_of)] == [
         layout.nbytes for layout in whole.base
@@ -421,7 +421,7 @@ def test_ktos_counterparts_are_only_read_forward():
     docs, losses = [mb.documents for mb in step], evaluate(e, [inputs_on(LLAMA, mb, places) for mb in step])
     logps = np.concatenate([each.sums(loss.numpy()) for each, loss in zip(docs, losses, strict=True)])
     expected = compare(of, joined(docs), logps)
-    micro = [in_ram(LLAMA, mb, apart=True) for mb in step]
+    micro = [in_ram(LLAMA, mb, split_kl=True) for mb in step]
     stats = train_step(e, [placed(mb, places) for mb in micro], 1, 1e-3, sum(mb.weight for mb in micro), of)
     assert stats.loss == pytest.approx(expected.loss, rel=1e-6)
     assert stats.metrics == pytest.approx(expected.metrics(), rel=1e-5)

@@ -251,9 +251,9 @@ class JitterQueues(RealQueues):
         super().__init__("cpu", gpus=gpus, hosts=hosts)
         self.random, self.most = np.random.default_rng(seed), most
 
-    def run(self, queue, kind, of, fn, after=(), nbytes=0, flops=0):
+    def run(self, queue, kind, name, fn, after=(), nbytes=0, flops=0):
         delay = float(self.random.random()) * self.most
-        queue = of if queue == "poison" else queue
+        queue = name if queue == "poison" else queue
         if queue not in self.queues and queue != "compute":
             self._start(queue)
 
@@ -261,7 +261,7 @@ class JitterQueues(RealQueues):
             time.sleep(delay)
             return fn()
 
-        return super().run(queue, kind, of, late, after, nbytes, flops)
+        return super().run(queue, kind, name, late, after, nbytes, flops)
 
 
 class LateTask(RealTask):
@@ -286,8 +286,8 @@ class LateQueues(RealQueues):
         super().__init__("cpu", gpus=gpus, threads=False)
         self.late, self.lines = late, {queue: deque() for queue in (*queues_of(gpus), "poison")}
 
-    def run(self, queue, kind, of, fn, after=(), nbytes=0, flops=0):
-        task = LateTask(queue, kind, of, nbytes, flops)
+    def run(self, queue, kind, name, fn, after=(), nbytes=0, flops=0):
+        task = LateTask(queue, kind, name, nbytes, flops)
         task.queues = self
         self.lines[queue].append((task, fn, tuple(after)))
         if queue == "compute" and queue not in self.late and len(self.devices) == 1:
@@ -506,7 +506,7 @@ def train(
     device. `of`: the steps of all hosts. `balance`: the weight of that loss."""
     places = [(rope_tables(e.cfg, 64, device), device) for device in e.queues.devices]
     kto = bool(preference) and preference.method == "kto"
-    made = [[mb if isinstance(mb, InRam) else in_ram(e.cfg, mb, apart=kto) for mb in step] for step in steps]
+    made = [[mb if isinstance(mb, InRam) else in_ram(e.cfg, mb, split_kl=kto) for mb in step] for step in steps]
     made = [with_dropout(e.cfg, step, 0, i) for i, step in enumerate(made)]
     first = [placed(mb, places) for mb in made[0]]
     weight = balance if e.cfg.experts and not e.cfg.experts.sigmoid else 0.0

@@ -108,7 +108,7 @@ def streamed(cfg, **more):
 def test_prompts_are_cut_to_what_memory_holds(cfg):
     e = streamed(cfg)
     assert evaluate.fitted(e, LONG) == LONG
-    held = e.memory.used("gpu") - workspace(e.geo, e.plan)
+    held = e.memory.used_bytes("gpu") - workspace(e.geo, e.plan)
     for length in (17, 1):
         e.memory.limits = Limits(held + needs(e.cfg, 3, length, 48, 4), 1 << 30)
         assert evaluate.fitted(e, LONG) == [prompt[-length:] for prompt in LONG]

@@ -99,11 +99,11 @@ def test_any_machine_can_be_said(parts, rates):
 def test_unequal_gpus_have_memory_of_their_own_and_the_rates_of_the_slowest():
     made = assume("gpu=2xrtx3060+rtx4090,ram=64GiB,bus=x8,peer=20")
     assert (made.gpus, made.name) == (3, "RTX 3060 + RTX 3060 + RTX 4090")
-    assert [made.limits.of(gpu) + GPU_OVERHEAD >> 30 for gpu in range(3)] == [12, 12, 24]
+    assert [made.limits.gpu_bytes(gpu) + GPU_OVERHEAD >> 30 for gpu in range(3)] == [12, 12, 24]
     assert (made.rates.matmul, made.rates.h2d, made.rates.peer) == pytest.approx((25.5e12, 12.5e9, 20e9))
     assert "RTX 3060 + RTX 3060 + RTX 4090, 12 GiB and 12 GiB and 24 GiB | RAM 64 GiB" in made.describe()
     less = made.first(2, 10 << 30)
-    assert [less.limits.of(gpu) + GPU_OVERHEAD >> 30 for gpu in range(2)] == [10, 10]
+    assert [less.limits.gpu_bytes(gpu) + GPU_OVERHEAD >> 30 for gpu in range(2)] == [10, 10]
     with pytest.raises(InputError, match="cannot be one of several"):
         assume("gpu=rtx4090+gb10,ram=64GiB")
 

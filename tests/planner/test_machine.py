@@ -367,10 +367,10 @@ def test_unequal_gpus_have_limits_and_rates_of_their_own(cards, monkeypatch, tmp
     free = [40, 38, 80]
     monkeypatch.setattr(torch, "zeros", lambda *_, **__: None)  # makes a context
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free[device.index] * gib, 96 * gib))
-    partly = host.memory_limits(cards, None, 64 * gib, 2)
-    assert [partly.of(gpu) + host.GPU_RESERVE for gpu in range(2)] == [40 * gib, 38 * gib], "another process has some"
+    two = host.memory_limits(cards, None, 64 * gib, 2)
+    assert [two.gpu_bytes(gpu) + host.GPU_RESERVE for gpu in range(2)] == [40 * gib, 38 * gib], "a process has some"
     limits = host.memory_limits(cards, None, 64 * gib, 3)
-    assert [limits.of(gpu) + host.GPU_RESERVE for gpu in range(3)] == [40 * gib, 38 * gib, 80 * gib]
+    assert [limits.gpu_bytes(gpu) + host.GPU_RESERVE for gpu in range(3)] == [40 * gib, 38 * gib, 80 * gib]
     rates = lambda device: {"copy": 1e12, "h2d": 2e10, "d2h": 2e10, "duplex": 0.9, "adam": 2e9, "dram": 7e10}
     monkeypatch.setattr(cache, "chips_now", lambda device, dtype: {"gpu": device.index, "dtype": dtype})
     monkeypatch.setattr(processor, "processor_rates", lambda device, dtype, ram: rates(device))
@@ -381,8 +381,8 @@ def test_unequal_gpus_have_limits_and_rates_of_their_own(cards, monkeypatch, tmp
     assert made.rates.matmul == 3e14, "all are taken to be as fast as the slowest"
     assert made.name == "A100 + A100 + H100"
     assert made.limits.less == limits.less
-    alike = this_machine(cards, "BF16", partly, [tmp_path])
-    assert (alike.mixed, alike.limits.less) == (False, partly.less)
+    alike = this_machine(cards, "BF16", two, [tmp_path])
+    assert (alike.mixed, alike.limits.less) == (False, two.less)
     assert alike.describe().startswith("2 x A100, 40 GiB and 38 GiB | "), alike.describe()
     free[1] = 39.5
     nearly = host.memory_limits(cards, None, 64 * gib, 2)
@@ -407,5 +407,5 @@ def test_a_cpu_pretends_any_number_of_gpus():
     with pytest.raises(InputError, match="at most 64"):
         host.choose_gpus(65, CPU)
     one, four = (host.memory_limits(CPU, None, 8 << 30, gpus) for gpus in (1, 4))
-    assert four.both == pytest.approx(one.both, abs=128 << 20)
+    assert four.total == pytest.approx(one.total, abs=128 << 20)
     assert four.gpu == pytest.approx(one.gpu / 4, abs=128 << 20)

@@ -63,8 +63,8 @@ def test_no_byte_more_than_the_limit(tmp_path):
 def test_a_given_limit_is_the_processs_and_a_found_one_is_beside_it(monkeypatch):
     monkeypatch.setattr(host, "resident", lambda: 300 << 20)
     monkeypatch.setattr(host, "available_ram", lambda: 10 << 30)
-    assert host.memory_limits(CPU, None, LIMIT).both == LIMIT - (300 << 20) - host.TEMPORARIES
-    assert host.memory_limits(CPU, None, None).both == int(RAM_SHARE * (10 << 30)) - host.TEMPORARIES
+    assert host.memory_limits(CPU, None, LIMIT).total == LIMIT - (300 << 20) - host.TEMPORARIES
+    assert host.memory_limits(CPU, None, None).total == int(RAM_SHARE * (10 << 30)) - host.TEMPORARIES
     assert host.memory_limits(CPU, 5, 7) == host.Limits(5, 7), "tiers themselves"
     with pytest.raises(DoesNotFit, match=r"556.00 MiB of RAM"):
         host.memory_limits(CPU, None, 400 << 20)

@@ -327,7 +327,7 @@ def test_gpus_with_unequal_memory_have_layers_in_proportion():
     choice = choose(SMALL, limits, RATES, Wanted(((512, 4),), document=256, gpus=2))
     check(SMALL, choice, limits, RATES)
     used = each_usage(Geometry.of(SMALL, choice.plan), choice.plan)[0]
-    assert all(nbytes <= limits.of(gpu) for gpu, nbytes in enumerate(used))
+    assert all(nbytes <= limits.gpu_bytes(gpu) for gpu, nbytes in enumerate(used))
 
 
 # ---------------------------------------------------------------- the order of moves
