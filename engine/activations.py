@@ -45,12 +45,12 @@ class Activation:
         label: str,
         out: Buffer | Pool,
         hops: Sequence[Hop] = (),
-        later: Sequence[Hop] = (),
+        backward_hops: Sequence[Hop] = (),
         names: tuple[str, ...] = (),
     ):
         self.swap, self.u, self.label, self.names = swap, u, label, names
-        self.out, self.hops, self.later = out, hops, later
-        self.homes = [hop.target for hop in (*hops, *later) if isinstance(hop.target, Home)]  # one at most
+        self.out, self.hops, self.backward_hops = out, hops, backward_hops
+        self.homes = [hop.target for hop in (*hops, *backward_hops) if isinstance(hop.target, Home)]  # one at most
         self.waits = any(isinstance(hop.target, Home) for hop in hops)  # for its readers, at its home
         self.buffer: Buffer | None = None  # on the GPU
         self.writers: tuple[Task, ...] = ()  # what readers come after; they do not wait for each other
@@ -84,8 +84,8 @@ class Activation:
                 return
             self._cross(hop.queue, hop.target)
         self.writers = self._get_buffer().ready
-        if self.later and (self.names or (self.for_backward and not self.hops)):
-            self._store(self.later[0])
+        if self.backward_hops and (self.names or (self.for_backward and not self.hops)):
+            self._store(self.backward_hops[0])
             if self.names:
                 self._free(self._get_buffer().ready)
             else:
@@ -120,8 +120,8 @@ class Activation:
 
     def read(self, last: bool = True) -> InUse:
         """`last`: no other task of this pass reads it."""
-        if self.for_backward and self.later and not self.stored:
-            self._store(self.later[0])
+        if self.for_backward and self.backward_hops and not self.stored:
+            self._store(self.backward_hops[0])
         buffer = self._get_buffer()
         return InUse(self, buffer, self.tokens, self.writers, self.finish_reading if last else buffer.hold_until)
 
@@ -132,7 +132,7 @@ class Activation:
         buffer = self._get_buffer()
         buffer.hold_until(task)
         self.stored = self.stored and self.for_backward
-        if self.later or not self.for_backward:
+        if self.backward_hops or not self.for_backward:
             self._free(buffer.ready)
         self.for_backward = False
 
@@ -192,7 +192,7 @@ class ActivationSwap:
         self.to_next, self.to_backward = Prefetch(), Prefetch()  # to the next layer; in backward what forward left
         self.staging = placement.pool("ram", "staging pool")
         self.pools = {tier: placement.gpu_pools("saved pool", tier) for tier in ("peer", "ram", "ssd")}
-        self.places = [Buffer(tensor) for tensor in placement.many("ram", "dx")]  # by micro-batch
+        self.dx_buffers = [Buffer(tensor) for tensor in placement.many("ram", "dx")]  # by micro-batch
         micro_batches, layers = range(plan.n_micro), range(1, geo.n_units)
         self.between: dict[Between, tuple[list[Pool], list[Pool]]] = {"x": self._pools("x"), "dx": self._pools("dx")}
         on_gpu = [iter(placement.many("gpu", "x", gpu=gpu)) for gpu in range(plan.gpus)]
@@ -200,7 +200,7 @@ class ActivationSwap:
         self.x = [[], *([self._x(u, b, on_gpu[self._gpu(u)], in_ram) for b in micro_batches] for u in layers)]
         self.dx = [[], *([self._dx(u, b) for b in micro_batches] for u in layers)]
         self.saved = [list(self._saved(u)) for u in range(geo.n_units)]  # of each micro-batch one for each tier
-        self.for_passed = placement.gpu_pools("passed pool")
+        self.passed_pools = placement.gpu_pools("passed pool")
         self.passed = dict[int, Buffer]()  # by micro-batch, of the layer whose slices are in use
 
     def _pools(self, kind: Between) -> tuple[list[Pool], list[Pool]]:
@@ -228,8 +228,8 @@ class ActivationSwap:
         if tier is None or (stays and u == self.geo.head):
             return self._sent("x", u, b, reader, back)
         home = self._home(label, tier, in_ram, self.geo.x_bytes(self.plan.tokens))
-        later = Hop(numbered("d2h", reader), home), Hop(numbered("h2d", reader), back)
-        return self._sent("x", u, b, reader, back, home, later if stays else later[1:])
+        backward_hops = Hop(numbered("d2h", reader), home), Hop(numbered("h2d", reader), back)
+        return self._sent("x", u, b, reader, back, home, backward_hops if stays else backward_hops[1:])
 
     def _dx(self, u: int, b: int) -> Activation:
         reader = self._gpu(u - 1)
@@ -243,7 +243,7 @@ class ActivationSwap:
         reader: int,
         back: Buffer | Pool,
         home: Home | None = None,
-        later: Sequence[Hop] = (),
+        backward_hops: Sequence[Hop] = (),
     ) -> Activation:
         """What a GPU writes, and the GPU `reader` reads in the buffer `back`: where it stays, by a peer copy, or
         through `home`, or the micro-batch's place in RAM.
@@ -251,12 +251,12 @@ class ActivationSwap:
         writer, label = self._gpu(u - 1 if kind == "x" else u), f"{self.geo.names[u]} {kind} {b}"
         out, stay = (pools[writer] for pools in self.between[kind])
         if self.plan.between == "ram":
-            home = home or Home(self.queues, "activations", label, self.places[b])
+            home = home or Home(self.queues, "activations", label, self.dx_buffers[b])
             hops = Hop(numbered(self.hop_out, writer), home), Hop(numbered(self.hop_in, reader), back)
-            return Activation(self, u, label, out, hops, later)
+            return Activation(self, u, label, out, hops, backward_hops)
         if writer != reader:
-            return Activation(self, u, label, out, [Hop(numbered("peer", writer), back)], later)
-        return Activation(self, u, label, stay, (), later)
+            return Activation(self, u, label, out, [Hop(numbered("peer", writer), back)], backward_hops)
+        return Activation(self, u, label, stay, (), backward_hops)
 
     def _saved(self, u: int) -> Iterator[list[Activation]]:
         unit, name, inner = self.plan.units[u], self.geo.names[u], 0 < u < self.geo.head
@@ -272,8 +272,8 @@ class ActivationSwap:
             out_queue, in_queue = ("peer_out", "peer_in") if tier == "peer" else ("d2h", "h2d")
             nbytes, pool = self.geo.saved_layout(u, names, self.plan.tokens).span, self.pools[tier][gpu]
             home = self._home(label, tier, buffers.get(tier), nbytes)
-            later = Hop(numbered(out_queue, gpu), home), Hop(numbered(in_queue, gpu), pool)
-            return Activation(self, u, label, pool, later=later, names=names)
+            backward_hops = Hop(numbered(out_queue, gpu), home), Hop(numbered(in_queue, gpu), pool)
+            return Activation(self, u, label, pool, backward_hops=backward_hops, names=names)
 
         for b in range(self.plan.n_micro):
             yield [make(tier, f"{name} {tier} {b}") for tier in tiers]
@@ -294,7 +294,7 @@ class ActivationSwap:
         if begins and ends:
             return []
         if begins:
-            self.passed[b] = self.for_passed[self._gpu(u)].acquire(f"{self.geo.names[u]} passed {b}")
+            self.passed[b] = self.passed_pools[self._gpu(u)].acquire(f"{self.geo.names[u]} passed {b}")
         return [self.passed[b]]
 
     def end_slices(self, b: int, last: Task) -> None:
@@ -313,7 +313,7 @@ class ActivationSwap:
         inputs.
         """
         reads = [activation for u in range(self.geo.head - 1, 0, -1) for activation in self._backward_reads(u, n_micro)]
-        self._expect(self.to_backward, [(activation, activation.later[-1]) for activation in reads if activation.later])
+        self._expect(self.to_backward, [(read, read.backward_hops[-1]) for read in reads if read.backward_hops])
         self._expect(self.to_next, [(dx, dx.hops[-1]) for unit in self.dx[:0:-1] for dx in unit[:n_micro] if dx.waits])
 
     def _backward_reads(self, u: int, n_micro: int) -> list[Activation]:

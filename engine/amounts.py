@@ -29,7 +29,7 @@ def number(low: float, high: float = MOST, kind: Callable[[str], float] = float)
     return parse
 
 
-positive_int = number(1, kind=int)
+natural = number(1, kind=int)
 
 
 def positive(text: str) -> float:

@@ -305,4 +305,4 @@ def each_usage(geo: Geometry, plan: Plan) -> tuple[list[int], int]:
 @lru_cache(KEPT)
 def fits(geo: Geometry, plan: Plan, limits: Limits) -> bool:
     """Whether the plan's buffers and workspace are within the limits."""
-    return not limits.lacking(usage(geo, plan, limits.less))
+    return not limits.missing(usage(geo, plan, limits.less))

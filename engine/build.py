@@ -120,7 +120,7 @@ def build(
     for gpu in range(plan.gpus):
         memory.reserve("gpu", "workspace", workspace(geo, plan, gpu), gpu=gpu)
     if not queues.simulated:
-        memory.take_whole(each_usage(geo, plan)[0])
+        memory.preallocate(each_usage(geo, plan)[0])
     placement = Placement(geo, plan, memory, queues, store, scratch or Scratch(), files)
     weights, swap = WeightStream(placement), ActivationSwap(placement)
     gradients = Gradients(placement) if plan.hosts == 1 else SharedGradients(placement, wire)
@@ -160,14 +160,14 @@ class Inputs:
         return self.packed[gpu]
 
 
-def inputs_on(
+def make_inputs(
     cfg: ModelConfig,
     micro_batch: MicroBatch,
     places: Sequence[tuple[Tables, torch.device | str]],
     split_kl: bool = False,
 ) -> Inputs:
     """A micro-batch on each of the places: (tables from rope_tables, device). `split_kl`: as of in_ram."""
-    return placed(in_ram(cfg, micro_batch, split_kl=split_kl), places)
+    return to_devices(collate(cfg, micro_batch, split_kl=split_kl), places)
 
 
 class InRam(NamedTuple):
@@ -196,14 +196,14 @@ class InRam(NamedTuple):
         return self.trained if self.factors is None else float(self.factors[self.loss_rows].double().sum())
 
 
-def in_ram(
+def collate(
     cfg: ModelConfig, micro_batch: MicroBatch, pinned: bool = False, noise: Noise | None = None, split_kl: bool = False
 ) -> InRam:
     """Makes the tensors of a micro-batch in RAM. `pinned`: in pinned memory, so that copies to a GPU are
     asynchronous. `split_kl`: for training with kto, of the answers alone, with their counterparts as `kl`.
     """
     if split_kl:
-        answers, counterparts = (in_ram(cfg, half, pinned) for half in micro_batch.halves())
+        answers, counterparts = (collate(cfg, half, pinned) for half in micro_batch.halves())
         return answers._replace(of_docs=micro_batch.documents, kl=counterparts, noise=noise)
     pin = Tensor.pin_memory if pinned else lambda tensor: tensor
     arrays = micro_batch.ids, micro_batch.labels, np.flatnonzero(micro_batch.labels >= 0)
@@ -235,7 +235,7 @@ def with_dropout(cfg: ModelConfig, batch: list[InRam], seed: int, step: int) -> 
     return dropped
 
 
-def dealt(batch: Sequence[InRam], host: int, hosts: int) -> Sequence[InRam]:
+def host_share(batch: Sequence[InRam], host: int, hosts: int) -> Sequence[InRam]:
     """One host's micro-batches of a step, consecutive ones. A host without any gets one without labels, which adds
     zeros.
     """
@@ -251,13 +251,13 @@ def shares(batch: Sequence[InRam], hosts: int) -> list[Sequence[InRam]]:
     return [batch[n * host // hosts : n * (host + 1) // hosts] for host in range(hosts)]
 
 
-def placed(
+def to_devices(
     mb: InRam,
     places: Sequence[tuple[Tables, torch.device | str]],
     loads: Sequence[Load | None] = (),
     correct: Tensor | None = None,
 ) -> Inputs:
-    """As `inputs_on`, from tensors in RAM. `loads`: of each device, from make_load, in training. `correct`: as of
+    """As `make_inputs`, from tensors in RAM. `loads`: of each device, from make_load, in training. `correct`: as of
     Packed.
     """
     packed = []
@@ -270,11 +270,11 @@ def placed(
         shares = mb.shares and Shares(*map(move, mb.shares))
         rows = Rows(ops.place_docs(mb.docs, device), tables, counts, noise, mb.dropout)
         packed.append(Packed(ids, labels, loss_rows, rows, factors, shares, correct))
-    kl = placed(mb.kl, places) if mb.kl else None
+    kl = to_devices(mb.kl, places) if mb.kl else None
     return Inputs(mb.tokens, mb.trained, mb.pairs, tuple(packed), mb.of_docs, kl)
 
 
-def ahead(make: Callable[[int], Value], numbers: Iterable[int]) -> Generator[Value, None, None]:
+def prefetch(make: Callable[[int], Value], numbers: Iterable[int]) -> Generator[Value, None, None]:
     """Yields make(n) of each number, made in a thread: the next one while the current one is in use. Raises what `make`
     raised.
     """

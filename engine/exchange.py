@@ -59,7 +59,7 @@ class Exchange:
         self.canonical = hf.canonical_names(cfg, source.shapes)  # source's -> canonical name, None if not trained
         self.base: dict[str, str] = {}  # checksums of frozen weights as they were loaded, by unit
         self.trained = ""  # that of trained ones
-        self.beyond: dict[str, int] = {}  # values saved that F16 has not, by tensor
+        self.clipped: dict[str, int] = {}  # values saved that F16 has not, by tensor
         self.unit = {t.name: u for u, layout in enumerate(placement.geo.stored) for t in layout.tensors}
 
     def load(self, progress: Progress = silent, loaded: Loaded = silent) -> None:
@@ -83,7 +83,7 @@ class Exchange:
 
         In F16 files, values beyond the largest F16 number are written as that number, and counted in `beyond`.
         """
-        self.beyond = {}
+        self.clipped = {}
 
         def values(stored: str) -> Iterator[np.ndarray] | None:
             name, dtype = self.canonical[stored], self.source.tensors[stored].dtype
@@ -99,7 +99,7 @@ class Exchange:
         for piece in pieces:
             limited = np.clip(piece, -LARGEST_F16, LARGEST_F16)
             if n := int(np.count_nonzero(limited != piece)):
-                self.beyond[stored] = self.beyond.get(stored, 0) + n
+                self.clipped[stored] = self.clipped.get(stored, 0) + n
             yield limited
 
     def _values(self, name: str, first: int, last: int) -> Iterator[np.ndarray]:

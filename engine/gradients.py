@@ -125,7 +125,7 @@ class Gradients:
         """The load of experts on all hosts, given that on each GPU of this host."""
         return loads
 
-    def gather(self, parts: Sequence[Tensor]) -> None:
+    def all_gather(self, parts: Sequence[Tensor]) -> None:
         """Fills the parts of other hosts in a list by host, in RAM. With one host there are none."""
 
     def totals(self, loss: Callable[[Tensor], Tensor], gpu: int, peer_sums: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
@@ -187,13 +187,13 @@ class Wire(Protocol):
 
     def receive(self, queue: str, host: int, tensor: Tensor) -> None: ...
 
-    def deal(self, queue: str, root: int, parts: Sequence[Tensor]) -> None:
+    def scatter(self, queue: str, root: int, parts: Sequence[Tensor]) -> None:
         """Sends each host its part from host `root`. On other hosts only the own part is filled, the rest is not
         used.
         """
         ...
 
-    def gather(self, queue: str, parts: Sequence[Tensor]) -> None:
+    def all_gather(self, queue: str, parts: Sequence[Tensor]) -> None:
         """Sends the own part to all other hosts and fills theirs."""
         ...
 
@@ -274,7 +274,7 @@ class SharedGradients(Gradients):
                 if gradient is not None:
                     part.copy_(parts[self.plan.host])
                 parts[self.plan.host] = part
-            self.wire.deal("net", self.plan.hosts - 1, parts)
+            self.wire.scatter("net", self.plan.hosts - 1, parts)
 
         nbytes = size * (self.geo.numel[u] if gradient is not None else share.stop - share.start)
         after = (*([landed] if landed else ()), *(landing.ready if landing else ()))
@@ -312,7 +312,7 @@ class SharedGradients(Gradients):
         shares, nbytes = self.geo.shares(u, self.plan.record), self.geo.weights[u].span
 
         def gather() -> None:
-            self.wire.gather("net", [hi[s.start * self.itemsize : s.stop * self.itemsize] for s in shares])
+            self.wire.all_gather("net", [hi[s.start * self.itemsize : s.stop * self.itemsize] for s in shares])
 
         return self.queues.run("net", "weights", self.geo.names[u], gather, (updated,), nbytes=nbytes)
 
@@ -320,12 +320,12 @@ class SharedGradients(Gradients):
         sums = torch.stack([torch.stack(values).sum(0).double() for values in zip(*loads, strict=True)])
         parts = [torch.empty_like(sums) for _ in range(self.plan.hosts)]
         parts[self.plan.host] = sums
-        self.wire.gather("statistics", parts)
+        self.wire.all_gather("statistics", parts)
         counts, scores = torch.stack(parts).sum(0)
         return [(counts, scores)]
 
-    def gather(self, parts: Sequence[Tensor]) -> None:
-        self.wire.gather("statistics", parts)
+    def all_gather(self, parts: Sequence[Tensor]) -> None:
+        self.wire.all_gather("statistics", parts)
 
     def totals(self, loss: Callable[[Tensor], Tensor], gpu: int, peer_sums: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
         """As of Gradients. The loss is summed from host to host; the last host has the norm, and sends both to all."""
@@ -337,6 +337,6 @@ class SharedGradients(Gradients):
             wire.send("statistics", host + 1, sums[:1])
         else:
             sums[1:] = self.norm(gpu, peer_sums).cpu()
-        wire.deal("statistics", self.plan.hosts - 1, [sums] * self.plan.hosts)
+        wire.scatter("statistics", self.plan.hosts - 1, [sums] * self.plan.hosts)
         loss_, norm = sums.to(self.sums[gpu].device)
         return loss_, norm

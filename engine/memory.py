@@ -235,7 +235,7 @@ class Memory:
         self.table.append((tier, name, nbytes, count, gpu))
         self.allocated[tier, gpu] += nbytes * count
 
-    def take_whole(self, sizes: Sequence[int]) -> None:
+    def preallocate(self, sizes: Sequence[int]) -> None:
         """Has torch take what a plan needs of each GPU in one piece, which buffers and temporaries are then cut from:
         none of it is lost to the rounding of segments, and little to fragments. A refusal is no error.
         """

@@ -62,12 +62,12 @@ class Optimizer:
         before are queued.
         """
         assert not self.gradients.landed, "the last step's gradients are not consumed"
-        self.on_cpu.moments(self.geo.head - MOMENTS_AHEAD)
+        self.on_cpu.update_moments(self.geo.head - MOMENTS_AHEAD)
         self.kernels.step, self.kernels.lr = step, lr
 
     def finish(self, u: int) -> None:
         """Ends unit u's gradient sum; in mode `backward` also queues its update."""
-        self.on_cpu.moments(u - 1 - MOMENTS_AHEAD)
+        self.on_cpu.update_moments(u - 1 - MOMENTS_AHEAD)
         self.gradients.finish(u)
         if self.plan.mode == "backward":
             self.update(u)
@@ -118,7 +118,7 @@ class Optimizer:
         if unit.state == "gpu":
             self.weights.layers[u].trained.updated_on_gpu(self.kernels.update(u, gradient))
         else:
-            (self.streamed if unit.update == "gpu" else self.on_cpu).hand_over(u, gradient)
+            (self.streamed if unit.update == "gpu" else self.on_cpu).update(u, gradient)
 
     def update_before_forward(self, u: int) -> None:
         """Queues unit u's update, if there is a gradient, and updates that can run early."""
@@ -146,7 +146,7 @@ class Optimizer:
             trained.settle()  # also of an update before a pass that was broken off
             if landed and self.plan.units[u].update == "gpu":  # they came for it alone
                 trained.release(())
-        self.on_cpu.moments(0)
+        self.on_cpu.update_moments(0)
 
     def close(self) -> None:
         self.kernels.close()

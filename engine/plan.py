@@ -61,7 +61,7 @@ class Limits:
         """Bytes of one GPU."""
         return self.gpu - (self.less[gpu] if self.less else 0)
 
-    def lacking(self, need: Mapping[str, int]) -> dict[str, int]:
+    def missing(self, need: Mapping[str, int]) -> dict[str, int]:
         """Bytes missing for `need`, by tier, without tiers that have enough."""
         lacks = {"gpu": need["gpu"] - self.gpu, "ram": need["ram"] - self.ram}
         return {tier: nbytes for tier, nbytes in lacks.items() if nbytes > 0}
@@ -189,7 +189,7 @@ class Plan:
         """The number of GPUs, those that only hold saved tensors of others included."""
         return 1 + max((max(unit.gpu, unit.peer * unit.lent) for unit in self.distinct.values()), default=0)
 
-    def dealt(self, gpus: int, tied: bool, peers: bool = False, shares: Sequence[float] = ()) -> Plan:
+    def on_gpus(self, gpus: int, tied: bool, peers: bool = False, shares: Sequence[float] = ()) -> Plan:
         """This plan on `gpus` GPUs: blocks are assigned round robin, the head follows, and a tied embedding is on its
         GPU.
 
@@ -205,11 +205,11 @@ class Plan:
         turns = spread_evenly(blocks, shares) if shares else [block % gpus for block in range(blocks)]
         last = shares.index(max(shares)) if shares else blocks % gpus
 
-        def dealt(u: int, unit: UnitPlan) -> UnitPlan:
+        def assign(u: int, unit: UnitPlan) -> UnitPlan:
             gpu = last if u == head or (u == 0 and tied) else turns[(u - 1) // halves] if u else 0
             return replace(unit, gpu=gpu, peer=0, saved=tuple((n, "ram" if t == "peer" else t) for n, t in unit.saved))
 
-        units = tuple(dealt(u, unit) for u, unit in enumerate(self.units))
+        units = tuple(assign(u, unit) for u, unit in enumerate(self.units))
         return replace(self, units=units, between="ram" if gpus > 1 and not peers else self.between)
 
     def cut(self, cfg: ModelConfig) -> ModelConfig:

@@ -65,7 +65,7 @@ def train_step(
     if not trained:
         raise InputError(f"step {step}: none of its tokens has a label. Leave rows without labels out of the data.")
     if comparison and comparison.preference.method == "kto":
-        measure = partial(comparison.measure, evaluate(e, [mb.kl for mb in batch if mb.kl]), e.gradients.gather)
+        measure = partial(comparison.measure, evaluate(e, [mb.kl for mb in batch if mb.kl]), e.gradients.all_gather)
         e.queues.run(numbered("compute", e.gpu(e.geo.head)), "other", "divergence", measure)
     _forward(e, batch, train=True)
     e.optimizer.begin(step, lr)
@@ -194,7 +194,7 @@ def _conclude(e: Engine, comparison: Comparison, losses: list[Tensor]) -> None:
     """
 
     def conclude() -> None:
-        losses[:] = [loss.to(losses[0].device) for loss in comparison.conclude(e.gradients.gather)]
+        losses[:] = [loss.to(losses[0].device) for loss in comparison.conclude(e.gradients.all_gather)]
 
     e.queues.run(numbered("compute", e.gpu(e.geo.head)), "other", "comparison", conclude)
 

@@ -156,7 +156,7 @@ class CpuWork:
 
 
 class CpuUpdates:
-    """Updates on the CPU. With late moments `hand_over` queues the update of weights, and `moments` that of the
+    """Updates on the CPU. With late moments `update` queues the update of weights, `update_moments` that of the
     moments. Records stored on the SSD are read ahead while their pool has free buffers.
     """
 
@@ -173,7 +173,7 @@ class CpuUpdates:
         self.late: dict[int, tuple[CpuWork, Sequence[Task]]] = {}  # moments that are due, and what they come after
         self.written: dict[int, tuple[Task, ...]] = {}  # the last late moments of a layer with state in RAM
 
-    def hand_over(self, u: int, gradient: Home) -> None:
+    def update(self, u: int, gradient: Home) -> None:
         """Queues unit u's update."""
         unit, weights = self.plan.units[u], self.weights.layers[u].trained
         buffer, late = weights.home.bring(), unit.state in self.plan.late_moments
@@ -186,12 +186,12 @@ class CpuUpdates:
             task = work.update_unit(self.placement.state[u], after)
         current = self.gradients.share_weights(u, buffer.tensor, task)
         if late:
-            self.moments_later(u, gradient, (task,))
+            self.defer_moments(u, gradient, (task,))
         else:
             gradient.free((task,))
         weights.updated_in_ram(buffer, current)
 
-    def moments_later(self, u: int, gradient: Home, after: Sequence[Task]) -> None:
+    def defer_moments(self, u: int, gradient: Home, after: Sequence[Task]) -> None:
         """Keeps the update of unit u's moments for `moments`. It comes after `after`, the update of its weights."""
         self.late[u] = CpuWork(self.kernels, u, gradient, "moments"), after
 
@@ -222,7 +222,7 @@ class CpuUpdates:
         self.ahead.append((home, home.bring()))
         self.readable -= 1
 
-    def moments(self, first: int) -> None:
+    def update_moments(self, first: int) -> None:
         """Queues late updates of moments, from the last unit down to unit `first`."""
         for u in sorted((u for u in self.late if u >= first), reverse=True):
             work, after = self.late.pop(u)
@@ -255,7 +255,7 @@ class StreamedUpdates:
         self.written: dict[tuple[int, int], tuple[Task, ...]] = {}
         self.part: Part = "weights" if "gpu" in self.plan.late_moments else "all"
 
-    def hand_over(self, u: int, gradient: Home) -> None:
+    def update(self, u: int, gradient: Home) -> None:
         """Queues unit u's update."""
         weights, copies = self.weights.layers[u].trained, []
         buffer = weights.get()
@@ -264,7 +264,7 @@ class StreamedUpdates:
             copy, task = self._record(u, r, flat(buffer.tensor, self.geo.dtype, b)[a:], users, gradient)
             copies.append(copy)
         if self.part == "weights":
-            self.on_cpu.moments_later(u, gradient, copies)
+            self.on_cpu.defer_moments(u, gradient, copies)
         else:
             gradient.free(copies)
         weights.updated_on_gpu(task)

@@ -178,7 +178,7 @@ class WeightStream:
 
     def __init__(self, placement: Placement):
         self.placement, self.geo, self.plan, self.queues = placement, placement.geo, placement.plan, placement.queues
-        self.for_decoded = placement.gpu_pools("decoded")
+        self.decoded_pools = placement.gpu_pools("decoded")
         trained, frozen = list(self._stored("weights", "weights pool")), list(self._stored("base", "base pool"))
         self.layers = [UnitWeights(self.geo, u, (trained[u], frozen[u])) for u in range(self.geo.n_units)]
         for layer, numbers in zip(self.layers, self.geo.slices_of, strict=True):
@@ -287,7 +287,7 @@ class WeightStream:
     def _decode(self, layer: UnitWeights, backward: bool) -> Buffer:
         """Takes a buffer and queues what makes a pass's codes and decoded matrices, if it needs any."""
         u, geo, gpu = layer.u, self.geo, self.plan.units[layer.u].gpu
-        decoded, nbytes = self.for_decoded[gpu].acquire(geo.names[u]), geo.decode_bytes[u][backward]
+        decoded, nbytes = self.decoded_pools[gpu].acquire(geo.names[u]), geo.decode_bytes[u][backward]
         if not nbytes:  # this pass reads frozen codes as they lie
             return decoded
         trained, frozen = layer.weights

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from trireme.engine.between import writing
-from trireme.engine.build import Engine, build, inputs_on
+from trireme.engine.build import Engine, build, make_inputs
 from trireme.engine.check.row import Row
 from trireme.engine.memory import DTYPE, views
 from trireme.engine.placement import Entry, Placement
@@ -87,7 +87,7 @@ def _timed(e: Engine, seq: int) -> float:
     for step in range(1, WARM + TIMED + 1):
         batch = make_batch(e.cfg, e.plan.tokens * e.plan.n_micro, seq, e.plan.tokens // seq, step)
         start = time.perf_counter()
-        train_step(e, [inputs_on(e.cfg, mb, places) for mb in batch], step, 1e-5)
+        train_step(e, [make_inputs(e.cfg, mb, places) for mb in batch], step, 1e-5)
         times.append(time.perf_counter() - start)
     e.optimizer.flush()
     e.queues.drain()

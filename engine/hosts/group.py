@@ -118,14 +118,14 @@ class Alone:
     def agree(self, kind: str, values: Mapping[str, object], advice: str) -> None:
         """Raises InputError if a host's `values` (as JSON) differ from those of host 0. `advice`: for the user."""
 
-    def tell(self, reason: str) -> None:
+    def abort(self, reason: str) -> None:
         """Ends all other hosts, because this one is about to end and its cleanup may wait for them."""
 
     def fail(self, error: BaseException) -> None:
         """As `tell`, for an error, unless all know already."""
         text = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.strerror else ""
         if not isinstance(error, LostHost):
-            self.tell(text or str(error) or type(error).__name__.replace("KeyboardInterrupt", "interrupted"))
+            self.abort(text or str(error) or type(error).__name__.replace("KeyboardInterrupt", "interrupted"))
 
 
 class Group(Alone):
@@ -168,10 +168,10 @@ class Group(Alone):
 
         assert self.wire is not None
         parts = [part if host == self.host else torch.empty_like(part) for host in range(self.hosts)]
-        self.wire.gather("control", parts)
+        self.wire.all_gather("control", parts)
         return parts
 
-    def speed(self) -> float:
+    def bandwidth(self) -> float:
         """Bytes/s from each host to the next, all at once; those of the slowest."""
         import torch
 
@@ -184,10 +184,10 @@ class Group(Alone):
             seconds = time.monotonic() - start
         return TRIAL / max(1e-9, *self.values(seconds))
 
-    def tell(self, reason: str) -> None:
+    def abort(self, reason: str) -> None:
         assert self.wire is not None
-        self.wire.tell(f"host {self.host}: {reason}")
-        self.wire.cut()
+        self.wire.abort(f"host {self.host}: {reason}")
+        self.wire.disconnect()
 
 
 _world = Alone()
@@ -199,7 +199,7 @@ def world() -> Alone:
 
 
 @contextmanager
-def joined(place: Place, on_timeout: Callable[[str], object], timeout_s: float | None = None) -> Iterator[Alone]:
+def join(place: Place, on_timeout: Callable[[str], object], timeout_s: float | None = None) -> Iterator[Alone]:
     """The hosts, while this one takes part; an exception within ends all. `on_timeout`, `timeout_s`: as of Wire."""
     global _world  # noqa: PLW0603
     if place.hosts == 1:

@@ -117,17 +117,17 @@ class Wire:
         """Sends `block` to one host while another's is received."""
         self._move(queue, [(target, block)], [(source, block.clone())])
 
-    def deal(self, queue: str, root: int, parts: Sequence[Tensor]) -> None:
+    def scatter(self, queue: str, root: int, parts: Sequence[Tensor]) -> None:
         pairs = [(host, part) for host, part in enumerate(parts) if host != self.host]
         self._move(queue, *((pairs, []) if self.host == root else ([], [(root, parts[self.host])])))
 
-    def gather(self, queue: str, parts: Sequence[Tensor]) -> None:
+    def all_gather(self, queue: str, parts: Sequence[Tensor]) -> None:
         pairs = [(host, part) for host, part in enumerate(parts) if host != self.host]
         self._move(queue, [(host, parts[self.host]) for host, _ in pairs], pairs)
 
     # ------------------------------------------------ how a run ends
 
-    def tell(self, reason: str) -> str:
+    def abort(self, reason: str) -> str:
         """Ends all hosts; returns the reason, which is the first one told. Their calls end with LostHost."""
         try:
             return self.store.compare_set(END, "", reason).decode(errors="replace") or reason
@@ -138,7 +138,7 @@ class Wire:
         """Why the run ends, after a call has failed with host `suspect`."""
         with suppress(RuntimeError):
             self.store.wait([END], timedelta(seconds=REASON))
-        return self.tell(LOST.format(suspect))
+        return self.abort(LOST.format(suspect))
 
     def _watch(self) -> None:
         """A thread: counts up this host's number, finds hosts that hang and the reason of the end. When the run is over
@@ -153,14 +153,14 @@ class Wire:
                 for host, (count, count_before) in enumerate(zip(new_counts, counts, strict=True)):
                     last_beats[host] = time.monotonic() if count != count_before else last_beats[host]
                     if time.monotonic() - last_beats[host] > self._timeout_s and not self.store.check([f"done {host}"]):
-                        self._reason = self.tell(f"{LOST.format(host)}: no sign of it for {self._timeout_s:.0f} s")
-                counts, self._reason = new_counts, self.tell("") if ended else self._reason
+                        self._reason = self.abort(f"{LOST.format(host)}: no sign of it for {self._timeout_s:.0f} s")
+                counts, self._reason = new_counts, self.abort("") if ended else self._reason
             except (RuntimeError, futures.TimeoutError):  # the store has ended, or does not answer
                 self._reason = LOST.format(0)
         if not self._closed.wait(GRACE):
             self._on_timeout(self._reason)
 
-    def cut(self) -> None:
+    def disconnect(self) -> None:
         """Breaks the connections, so that other hosts' calls end."""
         self._groups.clear()
 
@@ -171,7 +171,7 @@ class Wire:
             if self.host == 0:
                 self.store.wait([f"done {host}" for host in range(self.hosts)], timedelta(seconds=PARTING))
         self._closed.set()
-        self.cut()
+        self.disconnect()
 
 
 def _open_store(place: Place) -> Store:

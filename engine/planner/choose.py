@@ -123,7 +123,7 @@ def _descend(s: Search) -> Choice:
     everywhere = replace(s.first, late_moments=LATE[-1] if s.first.late_moments else ())
     starts: list[Plan | None] = [s.first, everywhere]
     if s.resumed is not None:
-        s.resumed = s.resumed.dealt(s.wanted.gpus, s.geo.cfg.tied, s.wanted.peers, s.wanted.shares)
+        s.resumed = s.resumed.on_gpus(s.wanted.gpus, s.geo.cfg.tied, s.wanted.peers, s.wanted.shares)
         starts = [search.updated_as(s.first, s.resumed), s.resumed if Cut.of(s.resumed) == Cut.of(s.first) else None]
     usable = [plan for plan in starts if plan is not None and s.fits(plan)]
     for start in usable or [s.first]:

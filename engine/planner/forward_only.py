@@ -51,7 +51,7 @@ def _lowest(geo: Geometry, sizes: Sequence[tuple[int, int]], gpus: int, peers: b
             (unit,) * geo.n_units, tokens, n_micro, geo.dtype, window=window, ram_window=ram_window, between=between,
             halves=geo.cfg.halves, at_once=geo.cfg.at_once, slices=geo.cfg.slices,
         )  # fmt: skip
-        yield plan.dealt(gpus, geo.cfg.tied, peers)
+        yield plan.on_gpus(gpus, geo.cfg.tied, peers)
 
 
 def _filled(geo: Geometry, plan: Plan, limits: Limits) -> Plan:

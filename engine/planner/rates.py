@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, TypeVar
 
-from trireme.engine.amounts import gib, positive, positive_int, size
+from trireme.engine.amounts import gib, natural, positive, size
 from trireme.engine.geometry import ADAM_BYTES
 from trireme.engine.plan import MOST_GPUS, Limits
 from trireme.engine.planner.gpus import GPUS, Gpu, bus_of, find_gpu
@@ -247,7 +247,7 @@ def unequal(parts: Sequence[Machine]) -> Machine:
 def _of_equal_gpus(texts: Mapping[str, str]) -> Machine:
     """With equal GPUs. Raises ValueError."""
     several = re.fullmatch(r"(\d{1,2})x(.+)", texts["gpu"])
-    gpus, name = (positive_int(several[1]), several[2]) if several else (1, texts["gpu"])
+    gpus, name = (natural(several[1]), several[2]) if several else (1, texts["gpu"])
     gpu = find_gpu(name, _read(texts, "tflops", positive) if "tflops" in texts else 0.0)
     ram = _read(texts, "ram", size)
     if "bus" in texts:
@@ -278,7 +278,7 @@ def _drives(text: str) -> tuple[Drive, int]:
         raise ValueError(f"{text!r} is not drives; write them like 2x2TB@7/5")
     capacity, like = size(match[2]), DRIVES["gen4"]
     read, write = (_speed(match[3]), _speed(match[4])) if match[3] else (like.read, like.write)
-    return Drive("drive", read, write, capacity, ENDURANCE * capacity), positive_int(match[1] or "1")
+    return Drive("drive", read, write, capacity, ENDURANCE * capacity), natural(match[1] or "1")
 
 
 def _speed(text: str) -> float:

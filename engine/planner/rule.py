@@ -204,7 +204,7 @@ def _lowest_plans(geo: Geometry, wanted: Wanted, strategy: Strategy) -> Iterable
                 hosts=wanted.hosts,
                 host=wanted.hosts - 1,
             )
-            yield plan.dealt(wanted.gpus, geo.cfg.tied, wanted.peers, wanted.shares)
+            yield plan.on_gpus(wanted.gpus, geo.cfg.tied, wanted.peers, wanted.shares)
 
 
 # ---------------------------------------------------------------- moved up
@@ -331,7 +331,7 @@ def _keep_activations(geo: Geometry, plan: Plan, limits: Limits) -> Plan:
 def refusal(tried: Sequence[tuple[Geometry, Plan]], limits: Limits) -> DoesNotFit:
     """The error for the plan that lacks the fewest bytes."""
     need = lambda candidate: usage(candidate[0], candidate[1], limits.less)
-    best = min(tried, key=lambda candidate: sum(limits.lacking(need(candidate)).values()))
+    best = min(tried, key=lambda candidate: sum(limits.missing(need(candidate)).values()))
     return DoesNotFit(_why_not(*best, limits), need(best))
 
 
@@ -340,7 +340,7 @@ FLAGS = {"gpu": "--gpu-memory", "ram": "--ram"}
 
 def _why_not(geo: Geometry, plan: Plan, limits: Limits) -> str:
     """The message for a plan that does not fit: what is needed, the limit, and what to change."""
-    lacks = limits.lacking(usage(geo, plan, limits.less))
+    lacks = limits.missing(usage(geo, plan, limits.less))
     assert lacks, "a plan that fits was refused"
     missing = {tier: rounded_up(MARGIN[tier] * lacks[tier]) for tier in lacks}  # not the sum: options include a reserve
     larger_gpu = f"use a GPU with {missing.pop('gpu')} more free memory" if "gpu" in missing and limits.all_free else ""

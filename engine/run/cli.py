@@ -25,7 +25,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from trireme.engine.hosts.group import LostHost, Place, joined, place, world
+from trireme.engine.hosts.group import LostHost, Place, join, place, world
 from trireme.engine.plan import DoesNotFit
 from trireme.engine.planner.clock import process_began
 from trireme.engine.run import config_file, folder, screen
@@ -76,7 +76,7 @@ def main(argv: Sequence[str]) -> int:
             stack.enter_context(stop_signals(interrupt, lambda: screen.urgent("exited immediately")))
             os.environ.update(ENVIRONMENT | os.environ)
             warnings.showwarning = lambda message, *_, **__: screen.warn(str(message))
-            stack.enter_context(joined(at := place(), lambda why: _timed_out(why, folder.resumable(out))))
+            stack.enter_context(join(at := place(), lambda why: _timed_out(why, folder.resumable(out))))
             if at.host:  # host 0 speaks for all
                 stack.enter_context(screen.to(stack.enter_context(Path(os.devnull).open("w"))))
             os.environ.update(gpus_of(at))

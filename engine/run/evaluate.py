@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from trireme.engine.buffers import workspace
-from trireme.engine.build import Engine, Inputs, InRam, dealt, in_ram, placed, shares
+from trireme.engine.build import Engine, Inputs, InRam, collate, host_share, shares, to_devices
 from trireme.engine.data.codec import Codec
 from trireme.engine.data.dataset import Dataset
 from trireme.engine.hosts.group import world
@@ -52,12 +52,12 @@ class Evaluator:
         self, step: Sequence[InRam], loads: Sequence[Load | None] = (), correct: torch.Tensor | None = None
     ) -> list[Inputs]:
         """This host's micro-batches of those of all hosts, on its GPUs."""
-        return [placed(mb, self.places, loads, correct) for mb in dealt(step, world().host, world().hosts)]
+        return [to_devices(mb, self.places, loads, correct) for mb in host_share(step, world().host, world().hosts)]
 
     def read_head(self, batches: Sequence[MicroBatch], take: Take) -> None:
         """Computes micro-batches on one host. The head's input of each goes to `take`, with its index."""
         for first in range(0, len(batches), self.n_micro):
-            group = [in_ram(self.e.cfg, mb) for mb in batches[first : first + self.n_micro]]
+            group = [collate(self.e.cfg, mb) for mb in batches[first : first + self.n_micro]]
             for task in forward(self.e, self.inputs(group), lambda b, *tensors, a=first: take(a + b, *tensors)):
                 task.wait()
 
@@ -83,7 +83,7 @@ class Evaluator:
         batches = chain.from_iterable(part.batches(self.rows, rows) for part in data)
         with screen.working(what, tokens, "tokens") as progressed:
             while not world().any(stopped()) and (group := list(islice(batches, self.n_micro))):
-                step = [in_ram(self.e.cfg, mb) for mb in group]
+                step = [collate(self.e.cfg, mb) for mb in group]
                 yield step, evaluate(self.e, self.inputs(step, correct=correct), parts)
                 progressed(sum(mb.tokens for mb in step))
 

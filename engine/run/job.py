@@ -167,7 +167,7 @@ def make(o: Options, snapshot: Snapshot | None = None, by_rule: bool = False) ->
     with clock.at("probe"):
         machine = assumed or measured(device, planner.dtype, limits, stores, opened.cfg)
         if group.hosts > 1:
-            machine = replace(machine, rates=replace(machine.rates, net=group.speed()))  # type: ignore[attr-defined]
+            machine = replace(machine, rates=replace(machine.rates, net=group.bandwidth()))  # type: ignore[attr-defined]
     with clock.at("plan"):
         plan, machine = planner.search(work, files, limits, machine, stores, by_rule)
         plan = replace(Plan.of(json.loads(group.texts(json.dumps(asdict(plan)))[0])), host=group.host)  # of host 0

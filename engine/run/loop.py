@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from trireme.engine.amounts import count, duration
-from trireme.engine.build import Inputs, InRam, ahead, in_ram, with_dropout
+from trireme.engine.build import Inputs, InRam, collate, prefetch, with_dropout
 from trireme.engine.check.tuned import in_use
 from trireme.engine.data.dataset import Dataset
 from trireme.engine.hosts.group import world
@@ -124,7 +124,7 @@ class Run:
             try:
                 left = range(self.done.step, self.job.work.steps)
                 ending = lambda: screen.urgent(f"\nexited immediately. {self.training.last_snapshot}")
-                with stop_signals(self.stop.ask, ending), closing(ahead(self.batch, left)) as batches:
+                with stop_signals(self.stop.ask, ending), closing(prefetch(self.batch, left)) as batches:
                     self.load()
                     self.steps(batches)
                     self.end()
@@ -226,7 +226,7 @@ class Run:
             lengths = (mb.halves()[0] if apart else mb).lengths
             if o.neftune:  # a function of the seed, the step and the place in the step
                 noise = neftune(job.cfg, lengths, o.neftune, key, first)
-            made.append(in_ram(job.cfg, mb, job.on_gpu, noise, apart))
+            made.append(collate(job.cfg, mb, job.on_gpu, noise, apart))
             first += sum(lengths)
         return with_dropout(job.cfg, made, o.seed, step)
 

@@ -16,7 +16,7 @@ from dataclasses import Field, dataclass, field, fields
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
-from trireme.engine.amounts import MOST, number, positive, positive_int, size
+from trireme.engine.amounts import MOST, natural, number, positive, size
 from trireme.models.config import InputError
 
 T = TypeVar("T", bound="Base")
@@ -65,7 +65,7 @@ def every(text: str) -> Every:
         if match and match[2]:
             return Every(seconds=number(1e-6)(match[1]) * {"s": 1, "min": 60, "h": 3600}[match[2]])
         if match and match[1].isdecimal():
-            return Every(positive_int(match[1]))
+            return Every(natural(match[1]))
         if match:
             return Every(share=number(1e-6, 0.999999)(match[1]))
     raise ValueError(f"{text!r} is not an interval; write 500 (steps), 0.1 (of the run), 30min or never")
@@ -80,7 +80,7 @@ def text(value: str) -> str:
 def warmup(text: str) -> float:
     """A share of the run (below 1), or a number of steps."""
     share = number(0)(text)
-    return share if share < 1 else positive_int(text)
+    return share if share < 1 else natural(text)
 
 
 def json_object(text: str) -> str:
@@ -130,7 +130,7 @@ def integer(low: int, high: float = MOST) -> Value:
 
 def or_word(word: str) -> Value:
     """A whole number from 1, or a word."""
-    return Value(lambda text: word if text == word else positive_int(text), "N")
+    return Value(lambda text: word if text == word else natural(text), "N")
 
 
 SWITCH, WHEN, SIZE, JSON = Value(bool, ""), Value(every, "WHEN"), Value(gib_size, "SIZE"), Value(json_object, "JSON")

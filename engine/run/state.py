@@ -124,7 +124,7 @@ class Training:
 
         def late(what_hangs: str) -> None:
             how = f"no progress for {duration(limit)}; {what_hangs}"
-            world().tell(how)
+            world().abort(how)
             way = f"{self.last_snapshot}. To continue: --resume {quoted(self.job.out)}"
             leave(lambda: screen.urgent(f"error: {what}: {how}. Is the GPU or a drive failing? {way}"))
 
@@ -315,9 +315,9 @@ class Training:
         with screen.working("writing the checkpoint", 2 * job.source.nbytes) as progressed:  # and reading it back
             sums = exchange.save(folder, progressed)
         self.exported += job.source.nbytes
-        if n := sum(exchange.beyond.values()):
+        if n := sum(exchange.clipped.values()):
             way = f"written as {LARGEST_F16:,.0f}, the largest. Lower --lr"
-            screen.warn(f"{folder}: {count(n, 'value')} of {max(exchange.beyond)} and others, beyond F16: {way}")
+            screen.warn(f"{folder}: {count(n, 'value')} of {max(exchange.clipped)} and others, beyond F16: {way}")
         return sums
 
     def merge(self) -> None:

@@ -29,7 +29,7 @@ from model_inputs import shaped
 
 from trireme.engine.amounts import gib, size
 from trireme.engine.buffers import usage
-from trireme.engine.build import Engine, inputs_on
+from trireme.engine.build import Engine, make_inputs
 from trireme.engine.check.steps import make_batch, random_engine
 from trireme.engine.optimizer import StepStats
 from trireme.engine.plan import DoesNotFit, Limits, Plan
@@ -139,7 +139,7 @@ def run_steps(a: Arguments, e: Engine, batch_of: Callable[[int], list[MicroBatch
 def _step(
     a: Arguments, e: Engine, batch: Sequence[MicroBatch], places: Sequence[tuple[Tables, torch.device]], step: int
 ) -> StepStats:
-    on_device = (inputs_on(e.cfg, mb, places) for mb in batch)  # a generator, for "vertical"
+    on_device = (make_inputs(e.cfg, mb, places) for mb in batch)  # a generator, for "vertical"
     if a.method:
         pairs = sum(len(mb.lengths) for mb in batch) / 2
         return train_step(e, list(on_device), step, a.lr, pairs, Preference(a.method))

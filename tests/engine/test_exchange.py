@@ -87,7 +87,7 @@ def test_what_f16_cannot_hold_is_limited_and_counted(tmp_path, compute):
     x = Exchange(LLAMA, checkpoint(tmp_path / "f16", LLAMA, "F16"), trained.placement)
     for _ in range(2):
         x.save(tmp_path / "out")
-        assert x.beyond == {name: 2}
+        assert x.clipped == {name: 2}
     written = open_source(tmp_path / "out")
     assert load_file(tmp_path / "out/model.safetensors")[name][2, :3].tolist() == [65504, -65504, 65504]
     exchange(LLAMA, written).load()

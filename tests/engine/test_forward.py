@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trireme.engine.buffers import buffers, fits, usage
-from trireme.engine.build import build, inputs_on
+from trireme.engine.build import build, make_inputs
 from trireme.engine.geometry import Geometry
 from trireme.engine.plan import TIERS, DoesNotFit, Limits, UnitPlan
 from trireme.engine.planner.forward_only import forward_plan
@@ -35,7 +35,7 @@ def untrained(cfg):
 def passes(e, name):
     """(losses of two evaluations, text)"""
     step = batches(e.cfg, 1, 3, 24)[0]
-    micro = [inputs_on(e.cfg, mb, [(rope_tables(e.cfg, 64, "cpu"), "cpu")] * e.plan.gpus) for mb in step]
+    micro = [make_inputs(e.cfg, mb, [(rope_tables(e.cfg, 64, "cpu"), "cpu")] * e.plan.gpus) for mb in step]
     losses = [loss for _ in range(2) for loss in evaluate(e, micro)]
     text = continued(e, [[1, 2, 3], [4]], 2, frozenset()) if name in SAMPLED else None
     e.queues.drain()
@@ -82,7 +82,7 @@ def test_a_plan_fits_or_is_refused(gpu, ram, name, gpus):
     try:
         plan = forward_plan(cfg, limits, [(64, 8), (64, 1)], gpus=gpus, peers=True)
     except DoesNotFit as refusal:
-        assert limits.lacking(refusal.need)  # noqa: PT017 (one of two right ends)
+        assert limits.missing(refusal.need)  # noqa: PT017 (one of two right ends)
         return
     geo = Geometry.of(cfg, plan)
     assert fits(geo, plan, limits)

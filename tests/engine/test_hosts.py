@@ -24,7 +24,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from trireme.engine.between import Reader
-from trireme.engine.build import dealt, in_ram
+from trireme.engine.build import collate, host_share
 from trireme.engine.exchange import fetch
 from trireme.engine.hosts.gather import masters
 from trireme.engine.plan import UnitPlan
@@ -63,13 +63,13 @@ class ThreadWire:
         what.copy_(came)
         taken.set()
 
-    def deal(self, queue, root, parts):
+    def scatter(self, queue, root, parts):
         if self.host == root:
             self.wait(*[self.put(queue, host, parts[host]) for host in range(self.hosts) if host != root])
         else:
             self.receive(queue, root, parts[self.host])
 
-    def gather(self, queue, parts):
+    def all_gather(self, queue, parts):
         others = [host for host in range(self.hosts) if host != self.host]
         sent = [self.put(queue, host, parts[self.host]) for host in others]
         for host in others:
@@ -83,7 +83,7 @@ def on_hosts(cfg, plan, hosts, queues, steps, clip=1.0):
         (kind, a, b) for kind in ("net", "control", "sum", "statistics") for a in range(hosts) for b in range(hosts)
     ]
     mail, found = {way: queue.Queue() for way in ways}, [None] * hosts
-    steps = [[in_ram(cfg, mb) for mb in step] for step in steps]
+    steps = [[collate(cfg, mb) for mb in step] for step in steps]
 
     def run(host):
         own = replace(plan, hosts=hosts, host=host, n_micro=-(-plan.n_micro // hosts))
@@ -91,7 +91,7 @@ def on_hosts(cfg, plan, hosts, queues, steps, clip=1.0):
         with closing(queues(host)) as made:
             try:
                 e = make(cfg, own, made, AdamW(max_grad_norm=clip), wire=wire)
-                told = train(e, [dealt(step, host, hosts) for step in steps], of=steps)
+                told = train(e, [host_share(step, host, hosts) for step in steps], of=steps)
                 with masters(Reader(e.placement), wire) as reader:
                     found[host] = told, e, contents(e), reader and exported(reader)
             except BaseException as error:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from engines import LLAMA, Batch, batches, fork, of
 
-from trireme.engine.build import build, inputs_on
+from trireme.engine.build import build, make_inputs
 from trireme.engine.exchange import fill, fill_base
 from trireme.engine.plan import DoesNotFit, Limits
 from trireme.engine.planner.choose import choose
@@ -69,7 +69,7 @@ def a_run(cfg: ModelConfig, limits: Limits, folder: Path) -> list[str]:
         fill(e.placement, random_pieces)
         tables = rope_tables(cfg, 64, "cpu")
         for i, step in enumerate(batches(cfg, 3, 2, 64), 1):
-            train_step(e, [inputs_on(cfg, mb, [(tables, e.queues.device)]) for mb in step], i, 1e-3)
+            train_step(e, [make_inputs(cfg, mb, [(tables, e.queues.device)]) for mb in step], i, 1e-3)
         e.optimizer.flush()
         e.queues.close()
     return sorted({unit.state for unit in plan.units})
@@ -154,7 +154,7 @@ def test_refused_or_within_the_limits(seed, tmp_path):
             rows_left, batch = rows, []
             while rows_left:
                 k = min(per, rows_left)
-                batch.append(inputs_on(cfg, Batch(cfg.vocab, (seq,) * k, step), [(tables, e.queues.device)]))
+                batch.append(make_inputs(cfg, Batch(cfg.vocab, (seq,) * k, step), [(tables, e.queues.device)]))
                 rows_left -= k
             train_step(e, batch, step, 1e-4)
         e.optimizer.flush()

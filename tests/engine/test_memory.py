@@ -134,7 +134,7 @@ def test_an_activation_is_free_after_its_last_reader(tier, again, after):
     assert tuple(here) == after
     assert x.stored == (tier == "ram" and again)
     if again:
-        x.fetch_hop = x.later[-1] if x.later else None
+        x.fetch_hop = x.backward_hops[-1] if x.backward_hops else None
         x.fetch()
         x.read().attach(task)
     assert x.buffer is None

@@ -10,7 +10,7 @@ import pytest
 import torch
 from engines import LLAMA, batches, fork, gpu_plan, lent, make, relayed, train
 
-from trireme.engine.build import ahead, inputs_on
+from trireme.engine.build import make_inputs, prefetch
 from trireme.engine.plan import UnitPlan
 from trireme.engine.queues.names import PEERS, QUEUES, STREAMED, TITLES, kind_of, queues_of
 from trireme.engine.queues.real import RealQueues
@@ -121,7 +121,7 @@ def test_an_error_in_any_queue_ends_the_step_with_that_error(queue):
     tables = rope_tables(LLAMA, 64, "cpu")
     with pytest.raises(OSError, match="Input/output error"):
         for i, step in enumerate(batches(LLAMA, 3, 2, 24), 1):
-            train_step(e, [inputs_on(LLAMA, mb, [(tables, "cpu")] * plan.gpus) for mb in step], i, 1e-3)
+            train_step(e, [make_inputs(LLAMA, mb, [(tables, "cpu")] * plan.gpus) for mb in step], i, 1e-3)
         e.optimizer.flush()
         failing.drain()
     failing.close()
@@ -186,7 +186,7 @@ def test_the_following_value_is_made_once_by_another_thread():
         made.append((key, threading.current_thread()))
         return 10 // key
 
-    values = ahead(make, [1, 2, 5, 0, 10])
+    values = prefetch(make, [1, 2, 5, 0, 10])
     assert [next(values), next(values)] == [10, 5]
     assert next(values) == 2
     assert [key for key, _ in made][:3] == [1, 2, 5]

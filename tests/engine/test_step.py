@@ -38,7 +38,7 @@ from stores import OneDrive
 from trireme.engine import geometry
 from trireme.engine.between import Reader
 from trireme.engine.buffers import usage
-from trireme.engine.build import Inputs, build, in_ram, inputs_on, placed
+from trireme.engine.build import Inputs, build, collate, make_inputs, to_devices
 from trireme.engine.placement import Entry
 from trireme.engine.plan import TIERS, UnitPlan
 from trireme.engine.planner.rates import Rates
@@ -326,7 +326,7 @@ def test_what_is_simulated_is_what_runs(drawn, evaluations, method):
     real.tracing = simulated.tracing = True
     steps, preference = data_of(cfg, 3, plan.n_micro, method)
     for i, step in enumerate(steps, 1):
-        micro = [inputs_on(runs.cfg, mb, [(tables, "cpu")] * plan.gpus, method == "kto") for mb in step]
+        micro = [make_inputs(runs.cfg, mb, [(tables, "cpu")] * plan.gpus, method == "kto") for mb in step]
         real.trace()
         simulated.begin()
         for e, batch in ((runs, micro), (thought, [_without_tensors(mb) for mb in micro])):
@@ -418,11 +418,11 @@ def test_ktos_counterparts_are_only_read_forward():
     (step,), of = pairs(LLAMA, 1, 3, 24, kto=True), Preference("kto")
     e = make(LLAMA, gpu_plan(LLAMA, n_micro=3), RealQueues("cpu", extra=("poison",)))
     places = [(rope_tables(LLAMA, 64, "cpu"), "cpu")]
-    docs, losses = [mb.documents for mb in step], evaluate(e, [inputs_on(LLAMA, mb, places) for mb in step])
+    docs, losses = [mb.documents for mb in step], evaluate(e, [make_inputs(LLAMA, mb, places) for mb in step])
     logps = np.concatenate([each.sums(loss.numpy()) for each, loss in zip(docs, losses, strict=True)])
     expected = compare(of, joined(docs), logps)
-    micro = [in_ram(LLAMA, mb, split_kl=True) for mb in step]
-    stats = train_step(e, [placed(mb, places) for mb in micro], 1, 1e-3, sum(mb.weight for mb in micro), of)
+    micro = [collate(LLAMA, mb, split_kl=True) for mb in step]
+    stats = train_step(e, [to_devices(mb, places) for mb in micro], 1, 1e-3, sum(mb.weight for mb in micro), of)
     assert stats.loss == pytest.approx(expected.loss, rel=1e-6)
     assert stats.metrics == pytest.approx(expected.metrics(), rel=1e-5)
     assert sum(mb.tokens for mb in micro) + sum(mb.kl.tokens for mb in micro) == sum(len(mb.ids) for mb in step)
@@ -432,7 +432,7 @@ def test_ktos_counterparts_are_only_read_forward():
 def test_where_nothing_is_trained_a_step_is_an_evaluation():
     cfg = replace(LLAMA, frozen=("*",))
     e = make(cfg, gpu_plan(cfg, dtype="BF16"))
-    micro = [inputs_on(cfg, mb, [(rope_tables(cfg, 64, "cpu"), "cpu")]) for mb in batches(cfg, 1, 2, 24)[0]]
+    micro = [make_inputs(cfg, mb, [(rope_tables(cfg, 64, "cpu"), "cpu")]) for mb in batches(cfg, 1, 2, 24)[0]]
     losses = evaluate(e, micro)
     stats = train_step(e, micro, 1, 1e-2)
     assert stats.loss == float(sum(part.double().sum() for part in losses) / sum(mb.trained for mb in micro))
@@ -446,7 +446,7 @@ def test_an_evaluation_sends_no_input_to_its_tier(tier):
     plan = gpu_plan(LLAMA)
     inner = tuple(replace(unit, x=tier) for unit in plan.units[1:-1])
     e = make(LLAMA, replace(plan, units=(plan.units[0], *inner, plan.units[-1])), poison=False)
-    micro = [inputs_on(LLAMA, mb, [(rope_tables(LLAMA, 64, "cpu"), "cpu")]) for mb in batches(LLAMA, 1, 2, 24)[0]]
+    micro = [make_inputs(LLAMA, mb, [(rope_tables(LLAMA, 64, "cpu"), "cpu")]) for mb in batches(LLAMA, 1, 2, 24)[0]]
     before = evaluate(e, micro)
     assert not e.queues.moved["d2h"] + e.queues.moved["ssd_write"]
     train_step(e, micro, 1, 0.0)
@@ -460,6 +460,6 @@ def test_a_step_without_labels_is_refused_and_changes_nothing():
     batch = batches(LLAMA, 1, 1, 24)[0]
     batch[0].labels[:] = -100
     with pytest.raises(InputError, match="step 7"):
-        train_step(e, [inputs_on(LLAMA, batch[0], [(rope_tables(LLAMA, 64, "cpu"), "cpu")])], 7, 1e-2)
+        train_step(e, [make_inputs(LLAMA, batch[0], [(rope_tables(LLAMA, 64, "cpu"), "cpu")])], 7, 1e-2)
     e.optimizer.flush()
     assert all(torch.equal(value, before[name]) for name, value in final_weights(e).items())

@@ -27,7 +27,7 @@ from engines import (
 )
 
 from trireme.engine import geometry
-from trireme.engine.build import inputs_on
+from trireme.engine.build import make_inputs
 from trireme.engine.check.steps import make_batch, random_engine
 from trireme.engine.plan import TIERS, Limits, UnitPlan
 from trireme.engine.planner.rule import Wanted, simple_plan
@@ -270,7 +270,7 @@ def steps(cfg, device, dtype, tokens, seq):
         places = [(rope_tables(e.cfg, seq, gpu), gpu) for gpu in e.queues.devices]
         (batch,) = make_batch(e.cfg, tokens, seq, tokens // seq, 1)
         for step in range(TIMES):
-            stats = train_step(e, [inputs_on(e.cfg, batch, places)], step + 1, 0.0)
+            stats = train_step(e, [make_inputs(e.cfg, batch, places)], step + 1, 0.0)
             e.optimizer.flush()
             yield stats.loss, stats.grad_norm
 

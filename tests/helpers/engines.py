@@ -24,7 +24,7 @@ import torch
 
 from trireme.engine import geometry
 from trireme.engine.between import Reader
-from trireme.engine.build import Engine, InRam, build, in_ram, placed, with_dropout
+from trireme.engine.build import Engine, InRam, build, collate, to_devices, with_dropout
 from trireme.engine.exchange import Exchange, fetch, fill, fill_base
 from trireme.engine.memory import Buffer, Pool
 from trireme.engine.plan import TIERS, Limits, Plan, UnitPlan
@@ -506,9 +506,9 @@ def train(
     device. `of`: the steps of all hosts. `balance`: the weight of that loss."""
     places = [(rope_tables(e.cfg, 64, device), device) for device in e.queues.devices]
     kto = bool(preference) and preference.method == "kto"
-    made = [[mb if isinstance(mb, InRam) else in_ram(e.cfg, mb, split_kl=kto) for mb in step] for step in steps]
+    made = [[mb if isinstance(mb, InRam) else collate(e.cfg, mb, split_kl=kto) for mb in step] for step in steps]
     made = [with_dropout(e.cfg, step, 0, i) for i, step in enumerate(made)]
-    first = [placed(mb, places) for mb in made[0]]
+    first = [to_devices(mb, places) for mb in made[0]]
     weight = balance if e.cfg.experts and not e.cfg.experts.sigmoid else 0.0
     seen = []
     for i, step in enumerate(made):
@@ -516,7 +516,7 @@ def train(
         whole = (of or made)[i]
         tokens, trained = sum(mb.tokens for mb in whole), sum(mb.weight for mb in whole)
         loads = [make_load(e.cfg, tokens, weight, device) for device in e.queues.devices]
-        micro = [placed(mb, places, loads) for mb in step]
+        micro = [to_devices(mb, places, loads) for mb in step]
         stats = train_step(e, micro, i + 1, lr, trained, preference)
         seen.append(
             (stats.loss, stats.grad_norm, *stats.metrics.items(), *(load_record(loads[0]).values() if loads[0] else ()))

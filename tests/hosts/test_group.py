@@ -39,7 +39,7 @@ def body(notes, within):
             os._exit(2)
 
         try:
-            with group.joined(group.place(), late, timeout_s=3.0) as hosts:
+            with group.join(group.place(), late, timeout_s=3.0) as hosts:
                 within(hosts)
         except (InputError, LostHost, OSError) as error:
             notes.note(host, f"{type(error).__name__}: {error}")
@@ -58,7 +58,7 @@ def test_hosts_say_things_to_each_other(notes):
         assert not hosts.any(False)
         assert hosts.first(hosts.host == 0)
         assert not hosts.first(hosts.host == 1)
-        assert hosts.speed() > 0
+        assert hosts.bandwidth() > 0
         hosts.agree("options", {"--lr": "1"}, "")
         assert not hosts.waits
         notes.note(hosts.host, "all said")

@@ -11,7 +11,7 @@ from engines import exchange, opened, scored
 from tiny import CASES
 from torch.nn.functional import cross_entropy
 
-from trireme.engine.build import in_ram, placed
+from trireme.engine.build import collate, to_devices
 from trireme.engine.step import evaluate
 from trireme.models import head
 from trireme.models.config import InputError, Lora, parse_config
@@ -65,7 +65,7 @@ def test_classes_are_those_of_transformers(name, tmp_path):
     step = scored(cfg, 1, 2, 24)[0]
     for mb in step:
         mb.weights = None
-    micro = [placed(in_ram(cfg, mb), [(rope_tables(cfg, 64, "cpu"), "cpu")]) for mb in step]
+    micro = [to_devices(collate(cfg, mb), [(rope_tables(cfg, 64, "cpu"), "cpu")]) for mb in step]
     for mb, losses in zip(step, evaluate(e, micro), strict=True):
         parts = (torch.from_numpy(values).long().split(mb.lengths) for values in (mb.ids, mb.labels))
         for ids, labels, found in zip(*parts, losses.split(mb.lengths), strict=True):

@@ -12,7 +12,7 @@ from plans import ONE_B, SEVEN_B, plan
 
 from trireme.engine.between import save_to_store
 from trireme.engine.buffers import usage
-from trireme.engine.build import in_ram, placed
+from trireme.engine.build import collate, to_devices
 from trireme.engine.plan import UnitPlan
 from trireme.engine.planner.choose import first_plan
 from trireme.engine.planner.forecast import Files, Forecast, Work
@@ -94,9 +94,9 @@ def test_wear_is_of_the_drive_not_of_its_free_room():
     f = forecast("gpu=rtx4090,ram=48GiB,ssd=2TB@7/5")
     assert wear_line(f, ALL) == wear_line(replace(f, machine=replace(f.machine, ssd=10**11)), ALL)
     assert "1.2 PB" in wear_line(f, ALL)
-    in_ram = forecast("gpu=rtx4090,ram=256GiB,ssd=2TB@7/5")
-    assert wear_line(in_ram, {"steps": 0, "snapshots": 10**12}) == "", "less than a thousandth"
-    assert "snapshots 3 TB, checkpoints 1 TB)" in wear_line(in_ram, {"snapshots": 3 * 10**12, "checkpoints": 10**12})
+    collate = forecast("gpu=rtx4090,ram=256GiB,ssd=2TB@7/5")
+    assert wear_line(collate, {"steps": 0, "snapshots": 10**12}) == "", "less than a thousandth"
+    assert "snapshots 3 TB, checkpoints 1 TB)" in wear_line(collate, {"snapshots": 3 * 10**12, "checkpoints": 10**12})
 
 
 @pytest.mark.full
@@ -191,7 +191,7 @@ def test_an_evaluation_moves_and_a_snapshot_writes_what_is_estimated(cfg):
     made = gpu_plan(cfg, halves=cfg.halves, units=units, dtype="BF16", record=700, between="ram")
     e, f = make(cfg, made, poison=False), Forecast(cfg, made, RAM.machine, RAM.limits, Work(24, 2, 1))
     tables = rope_tables(e.cfg, 64, "cpu")
-    inputs = [placed(in_ram(e.cfg, mb), [(tables, "cpu")]) for mb in batches(cfg, 1, 2, 24)[0]]
+    inputs = [to_devices(collate(e.cfg, mb), [(tables, "cpu")]) for mb in batches(cfg, 1, 2, 24)[0]]
     for _ in range(2):
         e.queues.moved.clear()
         evaluate(e, inputs)

@@ -229,7 +229,7 @@ def test_copies_take_no_less_time_than_their_bytes_of_ram():
     assert slow.busy["dram"] < slow.step_s < 1.3 * slow.busy["dram"]
     assert slow.bound == "dram"
     assert usual.step_s == fast.step_s < 0.5 * slow.step_s
-    eight = predict(SMALL, p.dealt(8, tied=False), replace(RATES, dram=3e10), Batch(512, 256, 2))
+    eight = predict(SMALL, p.on_gpus(8, tied=False), replace(RATES, dram=3e10), Batch(512, 256, 2))
     assert eight.busy["dram"] < eight.step_s
 
 

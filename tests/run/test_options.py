@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trireme.engine.run import cli, config_file, folder, record
-from trireme.engine.run.options import COMMANDS, Every, Options, every, flag, gib_size, number, table, warmup, whole
+from trireme.engine.run.options import COMMANDS, Every, Options, every, flag, gib_size, natural, number, table, warmup
 from trireme.models.config import InputError
 
 OPTIONS = table(Options)
@@ -176,7 +176,7 @@ def test_when_something_is_due(text, due):
     assert Every(seconds=60).times(0, 100, 200.0) == 3
 
 
-@pytest.mark.parametrize("parse", [every, warmup, gib_size, whole, number(0)])
+@pytest.mark.parametrize("parse", [every, warmup, gib_size, natural, number(0)])
 @pytest.mark.parametrize("text", ["", "x", "nan", "-1", "1.5.2", "1e400", "٣x", "inf"])
 def test_parsers_refuse_other_texts(parse, text):
     with pytest.raises(ValueError, match="."):

@@ -8,7 +8,7 @@ import transformers
 from engines import LIMITS, Batch, MemoryStore
 from tiny import YARN, apart, oracle
 
-from trireme.engine.build import build, in_ram, placed
+from trireme.engine.build import build, collate, to_devices
 from trireme.engine.exchange import fill, fill_base
 from trireme.engine.optimizer import DECAYED, learning_rate
 from trireme.engine.plan import Plan, UnitPlan
@@ -88,8 +88,8 @@ def with_trireme(cfg, state, steps, queues, dtype, noise=lambda i, batch: (None,
     fill_base(e.placement, read)
     tables, seen = rope_tables(cfg, 64, queues.device), []
     for i, (batch, rate) in enumerate(zip(steps, rates(), strict=True), 1):
-        sent = [in_ram(cfg, mb, noise=n) for mb, n in zip(batch, noise(i - 1, batch), strict=True)]
-        stats = train_step(e, [placed(mb, [(tables, queues.device)]) for mb in sent], i, rate)
+        sent = [collate(cfg, mb, noise=n) for mb, n in zip(batch, noise(i - 1, batch), strict=True)]
+        stats = train_step(e, [to_devices(mb, [(tables, queues.device)]) for mb in sent], i, rate)
         seen.append((stats.loss, stats.grad_norm))
     queues.close()
     e.close()
