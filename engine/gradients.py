@@ -41,7 +41,7 @@ class Gradients:
         self.accumulators, self.tied = placement.gpu_pools("sum"), placement.gpu_pools("sum of embedding")
         self.out = placement.gpu_pools("rounded pool")  # rounded
         self.landings, pool = placement.pools("ram", "gradient"), placement.pool("ram", "gradient pool")
-        self.in_use: dict[int, Buffer] = {}  # accumulators in use, by unit
+        self.in_use: dict[int, Buffer] = {}  # accumulators, by unit
         self.landed: dict[int, Home] = {}
         self.itemsize = ITEMSIZE[geo.dtype]
         units = range(geo.n_units)
@@ -91,7 +91,7 @@ class Gradients:
             self._land_in(u, self.on_gpu[u], task)
         else:
             landing = self.landings[self.geo.size_class(u)].acquire(name)
-            task, landed = self._leave(u, accumulator, landing)
+            task, landed = self._copy_out(u, accumulator, landing)
             if u in self.on_ssd:
                 self.on_ssd[u].keep(landing, (landed,))
                 self.landed[u] = self.on_ssd[u]
@@ -108,7 +108,7 @@ class Gradients:
         do.
         """
 
-    def _leave(self, u: int, accumulator: Buffer, landing: Buffer) -> tuple[Task, Task]:
+    def _copy_out(self, u: int, accumulator: Buffer, landing: Buffer) -> tuple[Task, Task]:
         """Rounds unit u's gradient and copies it to `landing`, piece by piece; (last read of the sum, last copy)."""
         for piece in self.geo.pieces(u, self.plan.piece):
             out = self.out[self.plan.units[u].gpu].acquire(self.geo.names[u])
@@ -260,12 +260,12 @@ class SharedGradients(Gradients):
         landing = self.landings[kind].acquire(name) if share.stop > share.start else None
         gradient = self.unit_landings[kind].acquire(name) if self.plan.last_host else None
         if gradient is None:
-            last, landed = self._pass_on(u, accumulator), None
+            last, landed = self._send_sum(u, accumulator), None
         else:
-            last, landed = self._leave(u, accumulator, gradient)
+            last, landed = self._copy_out(u, accumulator, gradient)
         accumulator.free((last,))
 
-        def deal() -> None:
+        def scatter() -> None:
             parts = [NOTHING] * self.plan.hosts
             if gradient is not None:
                 parts = [gradient.tensor[s.start * size : s.stop * size] for s in shares]
@@ -278,19 +278,19 @@ class SharedGradients(Gradients):
 
         nbytes = size * (self.geo.numel[u] if gradient is not None else share.stop - share.start)
         after = (*([landed] if landed else ()), *(landing.ready if landing else ()))
-        dealt = self.queues.run("net", "gradient", name, deal, after, nbytes=nbytes)
+        scattered = self.queues.run("net", "gradient", name, scatter, after, nbytes=nbytes)
         if gradient is not None:
-            gradient.free((dealt,))
-        self._land_in(u, landing or Buffer(NOTHING), dealt)
+            gradient.free((scattered,))
+        self._land_in(u, landing or Buffer(NOTHING), scattered)
 
     def defer(self, u: int) -> None:
         """Sends the sum to the next host. It comes back to the first host, which continues it."""
         if self.geo.numel[u]:
             accumulator = self.in_use.pop(u)
-            accumulator.free((self._pass_on(u, accumulator),))
+            accumulator.free((self._send_sum(u, accumulator),))
             self.deferred.add(u)
 
-    def _pass_on(self, u: int, accumulator: Buffer) -> Task:
+    def _send_sum(self, u: int, accumulator: Buffer) -> Task:
         """Sends unit u's sum to the next host, in pieces; returns the task that reads the sum last."""
         gpu, name = self.plan.units[u].gpu, self.geo.names[u]
         for first, n in map(extent, self.geo.pieces(u, self.plan.sum_piece)):

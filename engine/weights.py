@@ -81,7 +81,7 @@ class Weights:
             buffer, self.buffer = self.get(), None
             buffer.free((*self.ready, *after, *self.home.last))
 
-    # ------------------------------------------------ updates, by a task
+    # ------------------------------------------------ updates
 
     def updated_on_gpu(self, task: Task) -> None:
         """They are updated on the GPU, where they are stored, or to be copied back."""
