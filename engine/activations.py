@@ -221,15 +221,15 @@ class ActivationSwap:
         """Layer u's input. With `between` "gpu" the head's is read at once."""
         tier: Tier | None = self.plan.units[u].x if self.geo.cfg.trains else None  # until backward
         writer, reader, stays = self._gpu(u - 1), self._gpu(u), self.plan.between == "gpu"
-        label, back = f"{self.geo.names[u]} x {b}", self.between["x"][1][reader]
+        label, pool = f"{self.geo.names[u]} x {b}", self.between["x"][1][reader]
         if tier == "gpu":
             buffer = Buffer(next(on_gpu))
             return Activation(self, u, label, buffer) if writer == reader else self._sent("x", u, b, reader, buffer)
         if tier is None or (stays and u == self.geo.head):
-            return self._sent("x", u, b, reader, back)
+            return self._sent("x", u, b, reader, pool)
         home = self._home(label, tier, in_ram, self.geo.x_bytes(self.plan.tokens))
-        backward_hops = Hop(numbered("d2h", reader), home), Hop(numbered("h2d", reader), back)
-        return self._sent("x", u, b, reader, back, home, backward_hops if stays else backward_hops[1:])
+        backward_hops = Hop(numbered("d2h", reader), home), Hop(numbered("h2d", reader), pool)
+        return self._sent("x", u, b, reader, pool, home, backward_hops if stays else backward_hops[1:])
 
     def _dx(self, u: int, b: int) -> Activation:
         reader = self._gpu(u - 1)
@@ -241,22 +241,22 @@ class ActivationSwap:
         u: int,
         b: int,
         reader: int,
-        back: Buffer | Pool,
+        target: Buffer | Pool,
         home: Home | None = None,
         backward_hops: Sequence[Hop] = (),
     ) -> Activation:
-        """What a GPU writes, and the GPU `reader` reads in the buffer `back`: where it stays, by a peer copy, or
+        """What a GPU writes, and the GPU `reader` reads in the buffer `target`: where it stays, by a peer copy, or
         through `home`, or the micro-batch's place in RAM.
         """
         writer, label = self._gpu(u - 1 if kind == "x" else u), f"{self.geo.names[u]} {kind} {b}"
-        out, stay = (pools[writer] for pools in self.between[kind])
+        write_pool, read_pool = (pools[writer] for pools in self.between[kind])
         if self.plan.between == "ram":
             home = home or Home(self.queues, "activations", label, self.dx_buffers[b])
-            hops = Hop(numbered(self.hop_out, writer), home), Hop(numbered(self.hop_in, reader), back)
-            return Activation(self, u, label, out, hops, backward_hops)
+            hops = Hop(numbered(self.hop_out, writer), home), Hop(numbered(self.hop_in, reader), target)
+            return Activation(self, u, label, write_pool, hops, backward_hops)
         if writer != reader:
-            return Activation(self, u, label, out, [Hop(numbered("peer", writer), back)], backward_hops)
-        return Activation(self, u, label, stay, (), backward_hops)
+            return Activation(self, u, label, write_pool, [Hop(numbered("peer", writer), target)], backward_hops)
+        return Activation(self, u, label, read_pool, (), backward_hops)
 
     def _saved(self, u: int) -> Iterator[list[Activation]]:
         unit, name, inner = self.plan.units[u], self.geo.names[u], 0 < u < self.geo.head

@@ -69,7 +69,7 @@ class Kernels:
         hyper["n_decay"] = min(max(self.geo.n_decay[u] - a, 0), b - a)
         if self.plan.adam_bits < 32:
             hyper |= dict(seed=u, first=a)
-        only = {} if part == "all" else {"part": part}
+        options = {} if part == "all" else {"part": part}
         on_cuda = on_gpu and self.on_cuda
         if self.workers is None:
             return lambda *_: None  # of a simulation
@@ -78,7 +78,7 @@ class Kernels:
 
         def adamw(w: Tensor, state: Mapping[str, Tensor], grad: Tensor) -> None:
             moments = [state[name] for name in ("m", "m_floor", "v", "v_floor") if name in state]
-            kernel(w, state.get("lo"), *moments, grad, clip, **hyper, **only)
+            kernel(w, state.get("lo"), *moments, grad, clip, **hyper, **options)
 
         return adamw
 
@@ -170,7 +170,7 @@ class CpuUpdates:
         self.homes, self.next = homes, cycle(homes)  # in the order of updates
         self.readable = len(keys)  # records to read; late moments must be written first
         self.ahead: deque[tuple[Home, Buffer]] = deque()
-        self.late: dict[int, tuple[CpuWork, Sequence[Task]]] = {}  # moments that are due, and what they come after
+        self.deferred: dict[int, tuple[CpuWork, Sequence[Task]]] = {}  # moments that are due, and what they come after
         self.written: dict[int, tuple[Task, ...]] = {}  # the last late moments of a layer with state in RAM
 
     def update(self, u: int, gradient: Home) -> None:
@@ -193,7 +193,7 @@ class CpuUpdates:
 
     def defer_moments(self, u: int, gradient: Home, after: Sequence[Task]) -> None:
         """Keeps the update of unit u's moments for `moments`. It comes after `after`, the update of its weights."""
-        self.late[u] = CpuWork(self.kernels, u, gradient, "moments"), after
+        self.deferred[u] = CpuWork(self.kernels, u, gradient, "moments"), after
 
     def _record(self, work: CpuWork, r: int, after: Sequence[Task], late: bool) -> Task:
         """Queues the update of a record on the SSD; with late moments only its low halves are written."""
@@ -224,8 +224,8 @@ class CpuUpdates:
 
     def update_moments(self, first: int) -> None:
         """Queues late updates of moments, from the last unit down to unit `first`."""
-        for u in sorted((u for u in self.late if u >= first), reverse=True):
-            work, after = self.late.pop(u)
+        for u in sorted((u for u in self.deferred if u >= first), reverse=True):
+            work, after = self.deferred.pop(u)
             if self.plan.units[work.u].state == "ssd" and work.ranges:
                 for r in range(len(work.ranges)):
                     home = self.homes[work.u, r]

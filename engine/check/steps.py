@@ -74,9 +74,9 @@ def steps(device: torch.device, limits: Limits, rates: Rates, folder: Path | Non
 
 def compared(name: str, seconds: float, estimate: float, cuda: bool) -> Row:
     """A step and its estimate. On a CPU estimates leave out too much to be judged."""
-    off = seconds / estimate - 1
-    result = f"{seconds:.3f} s, estimated {estimate:.3f} s ({100 * off:+.0f} %)"
-    wrong = "a run corrects its estimate in the second step" if off > OFF and cuda else ""
+    deviation = seconds / estimate - 1
+    result = f"{seconds:.3f} s, estimated {estimate:.3f} s ({100 * deviation:+.0f} %)"
+    wrong = "a run corrects its estimate in the second step" if deviation > OFF and cuda else ""
     return Row("step", name, result, wrong, {"seconds": seconds, "estimate": estimate})
 
 
