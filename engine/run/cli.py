@@ -69,19 +69,19 @@ def command() -> int:
 
 def main(argv: Sequence[str]) -> int:
     """Returns the exit code."""
-    out, at = "", Place()
+    out, host_place = "", Place()
     try:
         with ExitStack() as stack:
             interrupt = lambda number: signal.default_int_handler(number, None)
             stack.enter_context(stop_signals(interrupt, lambda: screen.urgent("exited immediately")))
             os.environ.update(ENVIRONMENT | os.environ)
             warnings.showwarning = lambda message, *_, **__: screen.warn(str(message))
-            stack.enter_context(join(at := place(), lambda why: _timed_out(why, folder.resumable(out))))
-            if at.host:  # host 0 speaks for all
+            stack.enter_context(join(host_place := place(), lambda why: _timed_out(why, folder.resumable(out))))
+            if host_place.host:  # host 0 speaks for all
                 stack.enter_context(screen.to(stack.enter_context(Path(os.devnull).open("w"))))
-            os.environ.update(gpus_of(at))
+            os.environ.update(gpus_of(host_place))
             name, options = parse(argv)
-            if name and at.hosts > 1:
+            if name and host_place.hosts > 1:
                 raise InputError(f"trireme {name} runs on one host. Start it without torchrun.")
             if isinstance(options, Options):
                 out = world().texts(folder.named(options).out)[0]  # of host 0
@@ -96,10 +96,10 @@ def main(argv: Sequence[str]) -> int:
     except BaseException as error:
         message, code = explained(error)
         if code in (3, 4, LEFT) and (run := folder.resumable(out)):
-            way = "To continue" if code == LEFT else "When that is fixed"
-            message = f"{message.rstrip('.')}. {way}: --resume {quoted(run)}"
+            advice = "To continue" if code == LEFT else "When that is fixed"
+            message = f"{message.rstrip('.')}. {advice}: --resume {quoted(run)}"
         if message:
-            whose = f"host {at.host}: " if at.host else ""
+            whose = f"host {host_place.host}: " if host_place.host else ""
             screen.urgent(f"error: {whose}{' '.join(message.split())[:2000]}")
         return code
     finally:
@@ -123,19 +123,19 @@ def explained(error: BaseException) -> tuple[str, int]:
     if isinstance(error, MemoryError) or number in (errno.ENOMEM, errno.EAGAIN) or SHORT.search(str(error)):
         return f"there is not enough memory ({error}). Free some, or raise its limits (ulimit -v, -u).", 3
     if isinstance(error, OSError):
-        where, what = error.filename or "a temporary file", str(error.strerror or error).rstrip(".")
-        return f"{where}: {what}.{CURES.get(number or 0, '') * (where != screen.OUTPUT)}", 2 if number in TAKEN else 4
+        name, reason = error.filename or "a temporary file", str(error.strerror or error).rstrip(".")
+        return f"{name}: {reason}.{CURES.get(number or 0, '') * (name != screen.OUTPUT)}", 2 if number in TAKEN else 4
     if isinstance(error, KeyboardInterrupt):
         return "interrupted.", LEFT
     raise error
 
 
-def _timed_out(why: str, run: str) -> None:
+def _timed_out(reason: str, run: str) -> None:
     """Ends this process: another host is lost while this one waits for it. `run`: the folder that --resume takes."""
     from trireme.engine.queues.watchdog import leave  # late: torch takes seconds
 
-    way = f"To continue, on all hosts: --resume {quoted(run)}" if run else "There is no snapshot yet"
-    leave(lambda: screen.urgent(f"error: {why.rstrip('.')}. {way}"))
+    advice = f"To continue, on all hosts: --resume {quoted(run)}" if run else "There is no snapshot yet"
+    leave(lambda: screen.urgent(f"error: {reason.rstrip('.')}. {advice}"))
 
 
 def _give_up_output() -> None:
@@ -160,8 +160,8 @@ def parse(argv: Sequence[str]) -> tuple[str, Base]:
 
 def _values(command: str, cls: type[Base], argv: Sequence[str]) -> dict[str, Any]:
     """The values of a command line as texts, by option; those of other trainers' options too."""
-    known, values, foreign, words = table(cls), dict[str, Any](), dict[str, Any](), list(argv)
-    free = [name for name in ("model",) * (not command) + ("folder", "name") if name in known]
+    fields, values, foreign, words = table(cls), dict[str, Any](), dict[str, Any](), list(argv)
+    free = [name for name in ("model",) * (not command) + ("folder", "name") if name in fields]
     while words:
         word = words.pop(0)
         if word in ("-h", "--help", "--version"):
@@ -176,15 +176,15 @@ def _values(command: str, cls: type[Base], argv: Sequence[str]) -> dict[str, Any
             continue
         name, equals, text = word.lstrip("-").partition("=")
         name, value = name.replace("-", "_"), text if equals else True
-        option = known[name].metadata if name in known else {"parse": None, "repeat": False}
+        option = fields[name].metadata if name in fields else {"parse": None, "repeat": False}
         if not equals and option["parse"] is not bool:
             if words and not words[0].startswith("--"):
                 value = words.pop(0)
-            elif name in known and name != "resume":
-                way = "a rank: --lora 16 is usual" if name == "lora" else f"a value; one with dashes: {word}=VALUE"
-                raise InputError(f"{word} needs {way}.")
-        where = values if name in known or command else foreign
-        where[name] = [*values.get(name, []), value] if option["repeat"] else value
+            elif name in fields and name != "resume":
+                advice = "a rank: --lora 16 is usual" if name == "lora" else f"a value; one with dashes: {word}=VALUE"
+                raise InputError(f"{word} needs {advice}.")
+        target = values if name in fields or command else foreign
+        target[name] = [*values.get(name, []), value] if option["repeat"] else value
     return config_file.translated(foreign, values) if foreign else values
 
 
@@ -218,8 +218,8 @@ def of_a_run(values: Mapping[str, Any]) -> Options:
         return Options.of(values)
     path, resume = Path(str(values.get("config"))), values.get("resume")
     if resume:
-        if other := {"config", "shape", "demo", "out"} & values.keys():
-            raise InputError(f"{flag(other.pop())}: a resumed run has its own. Leave it out.")
+        if conflicting := {"config", "shape", "demo", "out"} & values.keys():
+            raise InputError(f"{flag(conflicting.pop())}: a resumed run has its own. Leave it out.")
         run = folder.latest(Path("runs")) if resume is True else Path(resume)
         if not world().host:
             folder.check_resumable(run)

@@ -96,9 +96,9 @@ def changes(now: Options, before: Mapping[str, Any], fixed: bool = False) -> lis
     """
     plain = lambda value: ", ".join(map(str, value)) if isinstance(value, list) else str(value)
     words = lambda value: "not set" if value in (None, "", []) else plain(value)[:500]
-    of = {name: value for name, value in saved(now).items() if not fixed or "run" in FIELDS[name].metadata["kind"]}
-    both = [(name, value, before.get(name)) for name, value in of.items() if not (fixed and value in (None, []))]
-    return [f"{flag(name)} {words(value)}, was {words(was)}" for name, value, was in both if value != was]
+    values = {name: value for name, value in saved(now).items() if not fixed or "run" in FIELDS[name].metadata["kind"]}
+    pairs = [(name, value, before.get(name)) for name, value in values.items() if not (fixed and value in (None, []))]
+    return [f"{flag(name)} {words(value)}, was {words(was)}" for name, value, was in pairs if value != was]
 
 
 # ---------------------------------------------------------------- names of axolotl, LLaMA-Factory and TRL
@@ -152,7 +152,7 @@ def translated(values: Mapping[str, Any], ours: Mapping[str, Any] | None = None,
         left[sizes[0]] = int(left[sizes[0]]) * int(left.pop("gradient_accumulation_steps"))
     for key, value in left.items():
         name, text = FIELD_OF.get(key, key), str(value).lower()
-        meaning = next((of[text] for keys, of in MEANINGS.items() if key in keys.split() and text in of), None)
+        meaning = next((words[text] for keys, words in MEANINGS.items() if key in keys.split() and text in words), None)
         if meaning is None and name in named:
             raise InputError(f"{where}{key}: {name} is given twice. Leave one out.")
         if key == "warmup_ratio" and re.fullmatch(r"[1-9]\d*(\.\d*)?", text):  # else they would be steps

@@ -139,8 +139,8 @@ def in_order(step: Sequence[InRam], losses: Sequence[torch.Tensor]) -> list[floa
     """The log-probabilities of the documents of a step, from the losses of all hosts' micro-batches."""
     group, docs = world(), documents(step)
     pairs = zip(docs[group.host], losses, strict=False)
-    logps = [logp for of, x in pairs for logp in of.sums(x.cpu().numpy())]
-    return group.numbers(logps, sum(len(of.lengths) for share in docs for of in share))
+    logps = [logp for mb, x in pairs for logp in mb.sums(x.cpu().numpy())]
+    return group.numbers(logps, sum(len(mb.lengths) for share in docs for mb in share))
 
 
 # ---------------------------------------------------------------- samples
@@ -163,10 +163,10 @@ def prompts(data: Dataset, n: int) -> list[list[int]]:
 def fitted(e: Engine, prompts: list[list[int]]) -> list[list[int]]:
     """The ends of the prompts, as long as the memory allows, with the workspace of a step, which is free."""
     room = e.memory.limits.gpu - e.memory.used_bytes("gpu") + workspace(e.geo, e.plan)
-    most = max(map(len, prompts), default=0)
-    most = min(most, e.cfg.max_positions - 1) if not e.cfg.rotates or e.cfg.indexed else most
+    longest = max(map(len, prompts), default=0)
+    longest = min(longest, e.cfg.max_positions - 1) if not e.cfg.rotates or e.cfg.indexed else longest
     itemsize = DTYPE[e.plan.dtype].itemsize
-    length = largest(most, lambda n: needs(e.cfg, len(prompts), n, MAX_NEW, itemsize) <= room)
+    length = largest(longest, lambda n: needs(e.cfg, len(prompts), n, MAX_NEW, itemsize) <= room)
     return [prompt[max(0, len(prompt) - length) :] for prompt in prompts]
 
 

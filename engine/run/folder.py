@@ -69,13 +69,13 @@ class Folder:
                 raise InputError(f"{path} is a link, and a run would write where it leads. Remove it.")
         state = read_record(self.run / STATE, State) or (State("") if world().host else None)
         if state is None:
-            way = f"restore it from a copy, or remove {quoted(self.out)} and start again"
-            raise InputError(f"--resume {self.out}: {self.run / STATE} is lost or damaged: {way}.")
+            advice = f"restore it from a copy, or remove {quoted(self.out)} and start again"
+            raise InputError(f"--resume {self.out}: {self.run / STATE} is lost or damaged: {advice}.")
         id, hosts = world().texts(f"{state.id} {state.hosts}")[0].split()
         self.state = replace(state, id=id, hosts=int(hosts))
         if world().hosts != self.state.hosts:
-            way = "Resume it with as many, or begin another from its OUT/step-N"
-            raise InputError(f"--resume {self.out}: the run is of {count(self.state.hosts, 'host')}. {way}.")
+            advice = "Resume it with as many, or begin another from its OUT/step-N"
+            raise InputError(f"--resume {self.out}: the run is of {count(self.state.hosts, 'host')}. {advice}.")
         if world().first(self.state.ended and not self.state.keep_state):
             self.end()
             raise InputError(f"--resume {self.out}: that run is finished. {further(self.out)}.")
@@ -201,14 +201,14 @@ def named(o: Options) -> Options:
 
 def check_free(out: Path) -> None:
     """Raises InputError unless a new run may write to `out`."""
-    what, way = "is not an empty folder", "Name another folder, or leave --out out"
+    problem, advice = "is not an empty folder", "Name another folder, or leave --out out"
     if is_finished(out):
-        what, way = "holds a finished run", further(out)
+        problem, advice = "holds a finished run", further(out)
     elif (out / RUN).exists() and (out / "config.yaml").exists():  # else killed before there was anything of it
-        what, way = "holds a run", f"Continue it: --resume {quoted(out)}; or leave --out out"
+        problem, advice = "holds a run", f"Continue it: --resume {quoted(out)}; or leave --out out"
     elif files.existing(out).is_dir() and not (out.exists() and {path.name for path in out.iterdir()} - BEGUN):
         return
-    raise InputError(f"--out {out} {what}. {way}.")
+    raise InputError(f"--out {out} {problem}. {advice}.")
 
 
 @contextmanager
@@ -222,9 +222,9 @@ def opened(options: Options) -> Iterator[Folder]:
         world().barrier()  # host 0's folder has to be free first
     elif not resumes:
         check_free(out)
-    made = files.make_folder(run) if host or not resumes else []
+    parents = files.make_folder(run) if host or not resumes else []
     with ExitStack() as stack:
-        stack.callback(files.remove_folders, made)  # those without files
+        stack.callback(files.remove_folders, parents)  # those without files
         fd = os.open(run, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         stack.callback(os.close, fd)
         if not files.lock(fd):
@@ -241,7 +241,7 @@ def opened(options: Options) -> Iterator[Folder]:
                         (out / name).unlink(missing_ok=True)
                         files.partial_of(out / name).unlink(missing_ok=True)
                     folder.remove()
-                    files.remove_folders(made)
+                    files.remove_folders(parents)
             raise
 
 
@@ -276,11 +276,11 @@ def latest(runs: Path) -> Path:
 
 def check_resumable(out: Path) -> None:
     """Raises InputError unless a folder has a run that can go on."""
-    if own := config_file.is_own(out / "config.yaml"):
+    if ended := config_file.is_own(out / "config.yaml"):
         files.remove_folders([out / RUN])  # empty where the removal of a finished run was killed
-    if not own or is_finished(out):
-        way = f"that run is finished. {further(out)}" if own else "there is no run. Name the folder that --out named"
-        raise InputError(f"--resume {out}: {way}.")
+    if not ended or is_finished(out):
+        hint = f"that run is finished. {further(out)}" if ended else "there is no run. Name the folder that --out named"
+        raise InputError(f"--resume {out}: {hint}.")
 
 
 def further(out: Path) -> str:

@@ -157,8 +157,8 @@ def make(o: Options, snapshot: Snapshot | None = None, by_rule: bool = False) ->
     with clock.at("tokens"):
         data = read_data(o, opened)
         if data and fixed and fingerprint(data) != fixed.data:
-            what = "--data, --val, --general or how they are tokenized"
-            raise InputError(f"--resume {o.out}: {what} is not what the run began with. Restore it.")
+            changed = "--data, --val, --general or how they are tokenized"
+            raise InputError(f"--resume {o.out}: {changed} is not what the run began with. Restore it.")
     opened = opening.in_wording(o, opened, data)
     planner = replace(planner, limits=replace(limits, ram=max(0, limits.ram - tables_of(o, data, room, opened.cfg))))
     o, work = with_work(o, data, room)
@@ -172,8 +172,8 @@ def make(o: Options, snapshot: Snapshot | None = None, by_rule: bool = False) ->
         plan, machine = planner.search(work, files, limits, machine, stores, by_rule)
         plan = replace(Plan.of(json.loads(group.texts(json.dumps(asdict(plan)))[0])), host=group.host)  # of host 0
     if opened.cfg.frozen and not (assumed or opening.is_absent(o)):
-        why = why_copied(opened.cfg, plan.dtype, opened.source, opened.stored, stores)
-        files = replace(files, copied=f"copied: {why}" if why else "")
+        reason = why_copied(opened.cfg, plan.dtype, opened.source, opened.stored, stores)
+        files = replace(files, copied=f"copied: {reason}" if reason else "")
     o = in_force(o, opened.cfg, plan)
     job = Job(o, opened, data, device, plan, limits, machine, work, files, today, launches)
     if data and group.hosts > 1:
@@ -269,17 +269,17 @@ def check_paths(o: Options) -> None:
 
 def check_checkpoint(path: Path) -> None:
     """Raises InputError for what is likely meant otherwise than as a checkpoint."""
-    what, way = "is a file", "Give the folder of a checkpoint: config.json, .safetensors"
+    problem, advice = "is a file", "Give the folder of a checkpoint: config.json, .safetensors"
     if not path.exists():
-        near = difflib.get_close_matches(path.name, [each.name for each in path.absolute().parent.glob("*/")], 1)
-        what, way = "is not a folder", f"Perhaps {quoted(path.with_name(near[0]))} is meant" if near else way
+        close = difflib.get_close_matches(path.name, [entry.name for entry in path.absolute().parent.glob("*/")], 1)
+        problem, advice = "is not a folder", f"Perhaps {quoted(path.with_name(close[0]))} is meant" if close else advice
     elif snapshots := sorted(path.glob("snapshots/*")):
-        what, way = "is a cache of the hub", f"Give the snapshot in it: {quoted(snapshots[-1])}"
+        problem, advice = "is a cache of the hub", f"Give the snapshot in it: {quoted(snapshots[-1])}"
     elif any(path.glob("*.gguf")) and not any(path.glob("*.safetensors")):
-        what, way = "holds GGUF, which cannot be trained", "Take the safetensors of the same model"
+        problem, advice = "holds GGUF, which cannot be trained", "Take the safetensors of the same model"
     elif path.is_dir():
         return
-    raise InputError(f"{path} {what}. {way}.")
+    raise InputError(f"{path} {problem}. {advice}.")
 
 
 # ---------------------------------------------------------------- how much is computed
@@ -358,9 +358,9 @@ def check_room(job: Job) -> None:
     if isinstance(job.source, Cached) and not job.source.is_made():
         wanted.append((stores[0], job.source.file_bytes))
     for place, need in wanted:
-        total = sum(other for at, other in wanted if drive_of(at) == drive_of(place))
+        total = sum(nbytes for path, nbytes in wanted if drive_of(path) == drive_of(place))
         disk = shutil.disk_usage(existing(place))
         free = disk.free - on_ssd * reserved(disk.total)
         if need and total > free:
-            way = "Free some, name another drive with --out or --store, or save less often with --save-every"
-            raise DoesNotFit(f"{place}: the run writes {gb(total)} there, {gb(max(0, free))} are free. {way}.")
+            advice = "Free some, name another drive with --out or --store, or save less often with --save-every"
+            raise DoesNotFit(f"{place}: the run writes {gb(total)} there, {gb(max(0, free))} are free. {advice}.")

@@ -97,9 +97,9 @@ class Log:
 
     def draw(self, facts: page.Facts) -> None:
         """Writes report.html."""
-        made = page.page([*self.steps, *self.evals], facts).encode(errors="replace")  # names may be no UTF-8
+        html = page.page([*self.steps, *self.evals], facts).encode(errors="replace")  # names may be no UTF-8
         with self._forgiving():
-            replace_synced(self.path.with_name("report.html"), made)
+            replace_synced(self.path.with_name("report.html"), html)
 
     def line(self) -> str:
         """The last line of the run."""
@@ -108,8 +108,8 @@ class Log:
         if self.evals:
             parts.append(f"{count(len(self.evals), 'evaluation')} {duration(totalled(self.evals, 'eval_time_s'))}")
         parts += ["loss {:.4g} -> {:.4g}".format(*self.smoothed)] if self.steps else []
-        of = f"{compact(trained)} trained of " if trained else ""
-        return ", ".join([*parts, f"{of}{compact(tokens)} tokens, {compact(tokens / max(seconds, 1e-9))} tok/s"])
+        share = f"{compact(trained)} trained of " if trained else ""
+        return ", ".join([*parts, f"{share}{compact(tokens)} tokens, {compact(tokens / max(seconds, 1e-9))} tok/s"])
 
     def add(self, record: Record) -> None:
         """Logs a step or an evaluation."""
@@ -121,8 +121,8 @@ class Log:
 
     def _remember(self, record: Record) -> None:
         part = {key: record[key] for key in IN_MEMORY if key in record}
-        of = {"loss": self.steps, "eval_loss": self.evals, "general_loss": self.general}
-        next(records for name, records in of.items() if name in record).append(part)
+        series = {"loss": self.steps, "eval_loss": self.evals, "general_loss": self.general}
+        next(records for name, records in series.items() if name in record).append(part)
 
     def _flush(self) -> None:
         """Writes what waits; a torn line is cut off again."""
@@ -215,8 +215,8 @@ def trackers(o: Options, id: str) -> list[Tracker]:
             started.append(STARTS[name](o, id))
         except Exception as error:
             first = (str(error).strip() or repr(error)).splitlines()[0].rstrip(".")
-            way = f"Install it (pip install {name}), log in to it, or leave it out"
-            raise InputError(f"--log {name}: {first}. {way}.") from None
+            advice = f"Install it (pip install {name}), log in to it, or leave it out"
+            raise InputError(f"--log {name}: {first}. {advice}.") from None
     return started
 
 

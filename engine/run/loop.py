@@ -53,11 +53,11 @@ def run(options: Options) -> int:
     """The command. Returns the exit code."""
     from trireme.engine.run.after import demo  # late: it imports this folder's modules
 
-    made = demo.prepared(options) if options.demo else options
+    prepared = demo.prepared(options) if options.demo else options
     try:
-        train(made)
+        train(prepared)
         if options.demo and not options.dry_run:
-            demo.say_after(made)
+            demo.say_after(prepared)
     except Interrupted:
         return 130
     return 0
@@ -84,8 +84,8 @@ def train(options: Options, others: Sequence[Tracker] = ()) -> Path:
         of_log = trackers(options, place.state.id)  # before anything takes time
         job, lines = report.prepared(options, snapshot)
         if snapshot and job.work.steps < snapshot.progress.step + place.state.ended:
-            at = f"the run is at step {snapshot.progress.step:,}"
-            raise InputError(f"--resume {out}: {at}. To go on, give more: --epochs N or --max-steps N.")
+            progress = f"the run is at step {snapshot.progress.step:,}"
+            raise InputError(f"--resume {out}: {progress}. To go on, give more: --epochs N or --max-steps N.")
         place.note(replace(place.state, ended=False, keep_state=False))
         place.write_config(job.options)
         job = with_teacher(job, place, snapshot)
@@ -155,27 +155,27 @@ class Run:
             done.best = done.best_step = None
             screen.say(f"note: the best weights are those after step {done.step:,}: none were saved before")
         elif world().first(not self.place.holds_best(done.best_step)):
-            way = "Restore them from a copy, or let the last weights be the output: --export last"
-            where = self.place.best(done.best_step)
-            raise InputError(f"--resume {self.place.out}: the best weights are not whole in {where}. {way}.")
+            advice = "Restore them from a copy, or let the last weights be the output: --export last"
+            folder = self.place.best(done.best_step)
+            raise InputError(f"--resume {self.place.out}: the best weights are not whole in {folder}. {advice}.")
 
     def steps(self, batches: Iterator[list[InRam]]) -> None:
         done, o, total, training = self.done, self.job.options, self.job.work.steps, self.training
-        due = lambda every, moment: world().first(every.due(done.step, total, time.monotonic() - moment))
-        if done.step == 0 or due(o.eval_every, self.evaluated):  # also one that a signal broke off
+        is_due = lambda every, moment: world().first(every.due(done.step, total, time.monotonic() - moment))
+        if done.step == 0 or is_due(o.eval_every, self.evaluated):  # also one that a signal broke off
             self.evaluate()
         if done.step == 0:
             self.evaluate_general()
         self.energy()  # from here
         while done.step < self.stop.last and not (o.patience and done.worse >= o.patience):
             self.step(batches)
-            if due(o.eval_every, self.evaluated):
+            if is_due(o.eval_every, self.evaluated):
                 self.evaluate()  # before a snapshot, which records the best so far
-            if due(o.export_every, self.exported):
+            if is_due(o.export_every, self.exported):
                 training.apply_updates()
                 training.export(done.step)
                 self.exported = time.monotonic()
-            if due(o.save_every, self.saved):
+            if is_due(o.save_every, self.saved):
                 training.save(self.log.sync)
                 self.saved = time.monotonic()
         if self.stop.leaving():
@@ -202,8 +202,8 @@ class Run:
         if not np.isfinite([stats.loss, stats.grad_norm]).all():
             training.engine.gradients.discard()  # updates made during backward stay; only a snapshot undoes them
             figures = f"loss {stats.loss:g}, gradient norm {stats.grad_norm:g}. Nothing of this step was saved"
-            way = "Lower --lr, or look at the data of this step"
-            raise InputError(f"step {number:,}: {figures}. {training.last_snapshot}. {way}.")
+            advice = "Lower --lr, or look at the data of this step"
+            raise InputError(f"step {number:,}: {figures}. {training.last_snapshot}. {advice}.")
         done.step = number
         self.stop.agree()
         seconds = time.perf_counter() - began
@@ -220,15 +220,15 @@ class Run:
 
     def batch(self, step: int) -> list[InRam]:
         """The micro-batches of a step, from 0. Runs in another thread."""
-        job, o, first, made, noise = self.job, self.job.options, 0, list[InRam](), None
+        job, o, first, batch, noise = self.job, self.job.options, 0, list[InRam](), None
         apart, key = o.method == "kto", zlib.crc32(f"neftune {o.seed} {step}".encode()) >> 1
         for mb in job.data.step(step, o.batch_size, job.rows):
             lengths = (mb.halves()[0] if apart else mb).lengths
             if o.neftune:  # a function of the seed, the step and the place in the step
                 noise = neftune(job.cfg, lengths, o.neftune, key, first)
-            made.append(collate(job.cfg, mb, job.on_gpu, noise, apart))
+            batch.append(collate(job.cfg, mb, job.on_gpu, noise, apart))
             first += sum(lengths)
-        return with_dropout(job.cfg, made, o.seed, step)
+        return with_dropout(job.cfg, batch, o.seed, step)
 
     def record(self, stats: StepStats, rate: float, batch: Sequence[InRam], seconds: float, read: float) -> Record:
         job, tokens, trained = self.job, sum(mb.tokens for mb in batch), sum(mb.trained for mb in batch)
@@ -247,8 +247,8 @@ class Run:
     def energy(self) -> Record:
         """Joules that the GPUs of all hosts have used since the last call; nothing if one does not count them."""
         before, self.joules = self.joules, sum(world().values(self.counters.joules()))
-        used = self.joules - before
-        return {"gpu_joules": round(used, 3)} if math.isfinite(used) else {}
+        joules = self.joules - before
+        return {"gpu_joules": round(joules, 3)} if math.isfinite(joules) else {}
 
     @property
     def epoch(self) -> float:

@@ -78,8 +78,8 @@ def open_model(o: Options, date: str | None) -> Opened:
     stored = hf.sources(cfg, shapes, source.named)
     if o.base:
         if cfg.packing and o.merge_format == "same":
-            way = "Leave it out; after the run: trireme merge OUT --format same"
-            raise InputError(f"--merge-format same is of {o.model} as it is, --base {o.base} of another format. {way}.")
+            tip = "Leave it out; after the run: trireme merge OUT --format same"
+            raise InputError(f"--merge-format same is of {o.model} as it is, --base {o.base} of another format. {tip}.")
         cfg, source = quantized(cfg, source, o.base, stored)
         source = cached(source, Path(o.store[0])) if o.store and source.files else source
         stored = hf.sources(cfg, shapes)
@@ -97,9 +97,9 @@ def as_written(o: Options, cfg: ModelConfig, source: Source, codec: Codec | None
         codec = load_codec(o.tokenizer or o.model, o.chat_template, None)
     files = dict(source.auxiliary)
     if codec and (o.tokenizer or o.chat_template):
-        other = Path(o.tokenizer) if o.tokenizer and not Path(o.tokenizer).samefile(o.model) else None
+        tokenizer = Path(o.tokenizer) if o.tokenizer and not Path(o.tokenizer).samefile(o.model) else None
         eos = codec.facts.eos if codec.facts.eos is not None and codec.facts.eos < cfg.vocab else None
-        files |= auxiliary_files(Path(o.model), other, codec.facts.chosen, eos)
+        files |= auxiliary_files(Path(o.model), tokenizer, codec.facts.chosen, eos)
     if o.rope_factor:
         files["config.json"] = json.dumps(config.read_raw(o.model, o.rope_factor), indent=2).encode()
     source = replace(source, auxiliary=files)
@@ -170,26 +170,26 @@ def class_names(o: Options, raw: dict[str, Any]) -> tuple[str, ...]:
     """Labels of a classifier: of config.json, the adapter's run, the options, or the data. Raises InputError."""
     if o.method != "classify":
         return ()
-    there = config.labels_of(raw, o.model)
+    count = config.labels_of(raw, o.model)
     before = config_file.of_run(Path(o.adapter)) if o.adapter else None
-    known = names_in(raw, there) if there > 1 else before.labels if before else ()
-    if there > 1:
+    names_known = names_in(raw, count) if count > 1 else before.labels if before else ()
+    if count > 1:
         check_problem(raw, o.model)
-    names = known or o.labels or (find_labels(o.data, o.map) if o.data else ())
+    names = names_known or o.labels or (find_labels(o.data, o.map) if o.data else ())
     if len(names) < 2 or len(set(names)) < len(names):
         raise InputError("--method classify: which classes? Give two or more different names: --labels A,B.")
     if o.labels and names != o.labels:
-        raise InputError(f"--labels: the model is a classifier of {','.join(known)[:200]}. Leave it out.")
+        raise InputError(f"--labels: the model is a classifier of {','.join(names_known)[:200]}. Leave it out.")
     return names
 
 
 def with_head(o: Options, cfg: ModelConfig, classes: int) -> ModelConfig:
     """The config with the head that the method trains. Raises InputError if the checkpoint has another."""
-    scores, where = {"reward": 1, "classify": classes}.get(o.method, 0), o.model or o.shape or ""
+    scores, name = {"reward": 1, "classify": classes}.get(o.method, 0), o.model or o.shape or ""
     if cfg.scores and cfg.scores != scores:
-        way = f"Train it with --method {'reward' if cfg.scores == 1 else 'classify'}."
-        raise InputError(f"{where} has a score head of {cfg.scores} and no output matrix. {way}")
-    return config.scored(cfg, scores, where) if scores and not cfg.scores else cfg
+        advice = f"Train it with --method {'reward' if cfg.scores == 1 else 'classify'}."
+        raise InputError(f"{name} has a score head of {cfg.scores} and no output matrix. {advice}")
+    return config.scored(cfg, scores, name) if scores and not cfg.scores else cfg
 
 
 def pad_of(o: Options, codec: Codec | None) -> int | None:
@@ -200,8 +200,8 @@ def pad_of(o: Options, codec: Codec | None) -> int | None:
 def _notes(o: Options, raw: Mapping[str, Any], cfg: ModelConfig, adapter: Adapter | None) -> Iterator[str]:
     """What config.json names and is not used; what one may not expect of --adapter."""
     if raw.get("auto_map"):
-        what = "custom code, which is never run"
-        yield f"config.json names {what}: it is read as transformers' language model {cfg.model_type}"
+        code = "custom code, which is never run"
+        yield f"config.json names {code}: it is read as transformers' language model {cfg.model_type}"
     if cfg.lora and adapts_experts(cfg) and o.expert_adapters == "stacked":
         yield "adapters of experts are written for peft; vLLM, SGLang, llama.cpp read --expert-adapters separate"
     if adapter and Path(adapter.base).name != hub.title(o.model):
@@ -234,10 +234,10 @@ def read_rows(o: Reading, cfg: ModelConfig, codec: Codec | None, names: Sequence
         map=o.map, inherited=inherited, long=o.long, skip_bad=o.skip_bad, vocab_size=cfg.vocab, media=cfg.media,
         system=o.system, variables=variables, **others,
     )  # fmt: skip
-    far = lambda name, position, size: screen.far(f"reading {name}", position, size, began)
+    progress = lambda name, position, size: screen.far(f"reading {name}", position, size, began)
     try:
         with store_errors(options.shared or options.cache or "--data"):  # where tokens are written
-            return load_dataset(names, codec, options, far)
+            return load_dataset(names, codec, options, progress)
     finally:
         screen.clear()
 

@@ -72,13 +72,13 @@ def page(records: Sequence[dict[str, Any]], facts: Facts) -> str:
 
 def used(records: Sequence[dict[str, Any]]) -> list[str]:
     """Lines on the largest memory in use, what was written to drives, energy, and the learning rate."""
-    most = {key: max(values) for key in USED if (values := [r[key] for r in records if key in r])}
-    memory = [f"{of} {most[key]:.3g} GiB" for of, key in (("GPU", "gpu_mem_gib"), ("RAM", "ram_gib")) if key in most]
+    peak = {key: max(values) for key in USED if (values := [r[key] for r in records if key in r])}
+    memory = [f"{of} {peak[key]:.3g} GiB" for of, key in (("GPU", "gpu_mem_gib"), ("RAM", "ram_gib")) if key in peak]
     lines = [f"memory   {', '.join(memory)} at most"] if memory else []
-    lines += [f"written  {most['ssd_written_tb'] * 1e3:.3g} GB to drives"] if most.get("ssd_written_tb") else []
+    lines += [f"written  {peak['ssd_written_tb'] * 1e3:.3g} GB to drives"] if peak.get("ssd_written_tb") else []
     kwh = sum(r.get(ENERGY, math.nan) for r in records if "loss" in r) / KWH
     lines += [f"energy   {kwh:.3g} kWh by the counters of the GPUs"] if math.isfinite(kwh) and kwh else []
-    return lines + ([f"rate     {most['learning_rate']:.3g} at most"] if "learning_rate" in most else [])
+    return lines + ([f"rate     {peak['learning_rate']:.3g} at most"] if "learning_rate" in peak else [])
 
 
 def curve(train: Sequence[Point], evals: Sequence[Point], axis: str) -> str:

@@ -58,8 +58,8 @@ class Planner:
         wanted |= {"adam_bits": self.options.adam_bits}
         wanted |= {name: getattr(self.fixed.plan, name) for name in INVARIANT} if self.fixed else {}
         for name, value in wanted.items():
-            if value not in (None, of := getattr(plan, name)):
-                yield f"{name} is {value}, the plan has {of}"
+            if value not in (None, planned := getattr(plan, name)):
+                yield f"{name} is {value}, the plan has {planned}"
         if len(plan.units) != plan.cut(self.cfg).n_units or plan.tokens % self.room:
             yield "it is for another model or --seq-len"
         if self.on_cuda and not plan.runs_on_cuda:
@@ -90,10 +90,10 @@ class Planner:
             except DoesNotFit as error:
                 need = replace(self.limits, gpu=error.need["gpu"], ram=error.need["ram"])
                 if (room := self.limits.total - need.total) < 0:
-                    what = f"even the smallest plan needs {rounded_up(need.total)} of RAM, {rounded_up(-room)} too much"
-                    way = f"Raise --ram by {rounded_up(-room * RECORDS)}" if self.options.ram else "Free some"
+                    text = f"even the smallest plan needs {rounded_up(need.total)} of RAM, {rounded_up(-room)} too much"
+                    advice = f"Raise --ram by {rounded_up(-room * RECORDS)}" if self.options.ram else "Free some"
                     lower = f"lower --seq-len{' or --batch-size' * (sequences > 1)}"
-                    raise DoesNotFit(f"{what}. {way}, or {lower}.") from None
+                    raise DoesNotFit(f"{text}. {advice}, or {lower}.") from None
                 return replace(need, gpu=need.gpu + room // 2 // need.gpus, ram=need.ram + room - room // 2)
         return self.limits
 
@@ -131,10 +131,10 @@ class Planner:
             halves = all_cuts(self.cfg, gpus == hosts == 1, (before.halves,))
             size, same = (before.tokens, before.n_micro), (before.record, before.adam_bits)
             return Wanted((size,), before.dtype, mode, *same, cuts=halves, on_cuda=self.on_cuda, gpus=gpus, hosts=hosts)
-        most = max(1, MICRO_TOKENS[self.on_cuda] // self.room)
+        limit = max(1, MICRO_TOKENS[self.on_cuda] // self.room)
         if gpus > 1:
-            most = max(1, min(most, sequences // gpus))  # fewer micro-batches would leave GPUs idle
-        rows = sorted({min(sequences, most >> k) for k in range(20) if most >> k}, reverse=True)
+            limit = max(1, min(limit, sequences // gpus))  # fewer micro-batches would leave GPUs idle
+        rows = sorted({min(sequences, limit >> k) for k in range(20) if limit >> k}, reverse=True)
         if isinstance(o.micro_batch, int):
             rows = [min(sequences, o.micro_batch)]
         record = record_size(shapes.parameters(self.cfg), self.limits.ram)
@@ -163,9 +163,9 @@ def computer(o: Options, cfg: ModelConfig) -> tuple[torch.device, Limits, Machin
         if (group := world()).hosts > 1:  # those that every host has; hosts on one machine share its RAM
             same = {"--device": model_of(device), "--gpus": limits.gpus}
             group.agree("GPUs", same, "Use equal ones, which round equally, as many on each")
-            least = min(group.values(limits.gpu - max(limits.less, default=0)))
+            smallest = min(group.values(limits.gpu - max(limits.less, default=0)))
             ram = min(group.values(limits.ram if o.ram else limits.ram // group.local_hosts))
-            limits = replace(limits, gpu=int(least), ram=int(ram), less=())
+            limits = replace(limits, gpu=int(smallest), ram=int(ram), less=())
     if limits.gpus > cfg.n_layers:
         raise InputError(f"--gpus {limits.gpus}: the model has {count(cfg.n_layers, 'block')}. Take as many at most.")
     check_kernels(cfg, o.dtype, device, assumed)

@@ -82,8 +82,8 @@ def _model(job: Job) -> Iterator[str]:
     dtypes = {t.dtype.lower(): 0 for name in job.opened.stored.values() if (t := source.tensors.get(name))}
     dtypes |= {packing.word: 0} if packing else {}
     head = f", score head of {cfg.scores}" if cfg.scores else ", tied head" if cfg.tied else ""
-    where = count(len(source.files), "file") if source.files else "without its weights"
-    size = f"{compact(shapes.parameters(cfg))} parameters, {'/'.join(dtypes)}, {where}, {gib(source.nbytes)}"
+    files = count(len(source.files), "file") if source.files else "without its weights"
+    size = f"{compact(shapes.parameters(cfg))} parameters, {'/'.join(dtypes)}, {files}, {gib(source.nbytes)}"
     yield f"{cfg.model_type}, {size}; {cfg.n_layers} layers{head}"
     if experts:
         balance = f"{job.options.router_aux:g} (config.json has {experts.aux:g}: --router-aux)"
@@ -106,23 +106,23 @@ def _no_data(job: Job) -> str:
 
 def _method(job: Job) -> str:
     o, cfg, lora, teaching = job.options, job.cfg, job.cfg.lora, job.cfg.teaching
-    what = "some tensors" if cfg.frozen else "all weights"
-    what = f"LoRA, rank {lora.rank}, alpha {lora.alpha:g}, on {', '.join(lora.targets)}" if lora else what
+    subject = "some tensors" if cfg.frozen else "all weights"
+    subject = f"LoRA, rank {lora.rank}, alpha {lora.alpha:g}, on {', '.join(lora.targets)}" if lora else subject
     trained = compact(sum(Geometry.of(cfg, job.plan).numel))
-    what += ", computed as they will be merged" if lora and lora.aware else ""
-    what += f"; {trained} parameters trained" if cfg.frozen else ""
+    subject += ", computed as they will be merged" if lora and lora.aware else ""
+    subject += f"; {trained} parameters trained" if cfg.frozen else ""
     if job.preference:
         of_method = [name for name, f in table(Method).items() if o.method in f.metadata["methods"]]
         values = ", ".join(f"{name} {getattr(o, name):g}" for name in of_method)
-        what = f"{o.method} ({values}), {what}"
-    what = f"classify ({', '.join(o.labels)[:80]}), {what}" if o.labels else what
+        subject = f"{o.method} ({values}), {subject}"
+    subject = f"classify ({', '.join(o.labels)[:80]}), {subject}" if o.labels else subject
     if teaching:
         mix = f"cross-entropy x {1 - teaching.weight:g} + divergence from {o.teacher} x {teaching.weight:g}"
-        what = f"{mix} (top {teaching.k}, temperature {teaching.temperature:g}), {what}"
+        subject = f"{mix} (top {teaching.k}, temperature {teaching.temperature:g}), {subject}"
     fp8 = ", linear layers in fp8" if cfg.fp8 else ""
     bits = f" ({job.plan.adam_bits}-bit moments)" if job.plan.adam_bits != 32 else ""
     rate = f"peak lr {o.lr:g}, {o.schedule}, clip {o.max_grad_norm or 'off'}"
-    return f"{what}, AdamW{bits}, {rate}; compute in {job.plan.dtype.lower()}{fp8}"
+    return f"{subject}, AdamW{bits}, {rate}; compute in {job.plan.dtype.lower()}{fp8}"
 
 
 def _steps(job: Job) -> str:
@@ -176,8 +176,8 @@ def estimate(job: Job, done: int = 0, measured: bool = False) -> dict[Part, floa
     clock, total = screen.clock(), job.work.steps
     steps_s = (total - done) * job.forecast.step.step_s
     # A first event is left out if kernels were compiled in it.
-    known = {part: clock.last[part] for part in COMPLETE if measured and clock.times[part] > job.on_gpu}
-    parts = estimated_parts(job.forecast, total - done, events(job, done, steps_s), known)
+    measured_s = {part: clock.last[part] for part in COMPLETE if measured and clock.times[part] > job.on_gpu}
+    parts = estimated_parts(job.forecast, total - done, events(job, done, steps_s), measured_s)
     return parts | ({"load": 0.0} if measured else {"compile": compile_s(None if job.options.assume else job.device)})
 
 
@@ -200,12 +200,12 @@ def figures(job: Job) -> dict[str, Any]:
     """The figures of the report, for `plan` in Python."""
     f, step_s, rows = job.forecast, job.forecast.step.step_s, job.forecast.memory(all_gpus=not job.on_gpu).values()
     gpu, ram, ssd = (sum(row[tier] for row in rows) for tier in ("gpu", "ram", "ssd"))
-    known = {"steps": job.work.steps, "tokens_per_step": f.work.tokens, "ssd_bytes": ssd, "disk_bytes": f.disk()}
-    known |= {"gpu_bytes": gpu * job.on_gpu, "ram_bytes": ram + gpu * (not job.on_gpu)}
+    fields = {"steps": job.work.steps, "tokens_per_step": f.work.tokens, "ssd_bytes": ssd, "disk_bytes": f.disk()}
+    fields |= {"gpu_bytes": gpu * job.on_gpu, "ram_bytes": ram + gpu * (not job.on_gpu)}
     writes = written(f, job.work.steps, events(job, 0, job.work.steps * step_s))
     timed = {"step_s": step_s, "tokens_per_second": f.work.tokens / step_s, "limited_by": f.step.bound}
     timed |= {"run_s": sum(estimate(job).values()), "written_bytes": sum(writes.values())}
-    return known | (timed if job.on_gpu else dict.fromkeys(timed))
+    return fields | (timed if job.on_gpu else dict.fromkeys(timed))
 
 
 def prepared(o: Options, snapshot: Snapshot | None) -> tuple[Job, list[str]]:
@@ -258,16 +258,16 @@ def changes(
     """Yields whether a figure is better, and its line, for those that both evaluations have. `of`: eval or general,
     `on`: its data in words, `counted`: of what the accuracy is.
     """
-    for name, what in (("loss", "loss"), ("accuracy", f"accuracy of {counted}"), ("rewards/accuracies", PAIRS)):
+    for name, noun in (("loss", "loss"), ("accuracy", f"accuracy of {counted}"), ("rewards/accuracies", PAIRS)):
         key = f"{of}_{name}"
         if key not in before or key not in after:
             continue
-        was, now = before[key] or CHANCE * (what == PAIRS), after[key]
+        was, now = before[key] or CHANCE * (noun == PAIRS), after[key]
         gain = (round(now, PLACES) - round(was, PLACES)) * (-1 if name == "loss" else 1)
         verdict = "the same" if not gain else "better" if gain > 0 else "worse"  # NaN: worse
         share = f"{percent(abs(gain / was))} " if gain and was else ""
         values = f"{100 * was:.2f} % -> {100 * now:.2f} %: "
-        line = f"{what} {was:.4f} -> {now:.4f} on {on}: {share}" if name == "loss" else f"{what} {values}"
+        line = f"{noun} {was:.4f} -> {now:.4f} on {on}: {share}" if name == "loss" else f"{noun} {values}"
         yield gain > 0, f"{line}{verdict}"
 
 
@@ -280,8 +280,8 @@ def compared(job: Job, done: Progress, log: Log) -> tuple[bool, list[str]]:
         val = [r for r in log.evals if r["step"] == done.best_step] or [{"eval_loss": done.best}]
     counted = "pairs" if job.preference else "rows" if job.cfg.scores else "tokens"
     held_out = [change for r in val for change in changes(done.first, r, "eval", "held-out rows", counted)]
-    other = Path(o.general or "").name
-    forgotten = [change for r in general for change in changes(done.first, r, "general", other, counted)]
+    file_name = Path(o.general or "").name
+    forgotten = [change for r in general for change in changes(done.first, r, "general", file_name, counted)]
     lines = screen.labelled("val", [line for _, line in held_out])
     lines += screen.labelled("general", [line for _, line in forgotten])
     return bool(held_out) and not any(is_better for is_better, _ in held_out), lines
@@ -308,11 +308,11 @@ def about_output(job: Job, done: Progress) -> list[str]:
         lines.append(f"best     {which}: with --export best such weights are the output")
     codec = job.opened.codec
     chats = TEMPLATE in job.source.auxiliary or (codec is not None and codec.facts.template is not None)
-    how = f"sample {out} --chat" if chats else f"sample {out} --prompt TEXT"
-    lines.append(f"try it   trireme {f'score {out} --data FILE --out DIR' if job.cfg.scores else how}")
+    command = f"sample {out} --chat" if chats else f"sample {out} --prompt TEXT"
+    lines.append(f"try it   trireme {f'score {out} --data FILE --out DIR' if job.cfg.scores else command}")
     use = f"trireme merge {out} --out DIR; or as an adapter of peft for {hub.base_of(o.model)[0]}"
     if o.merge or not job.cfg.lora:
-        whole = f"{out}/merged" if job.cfg.lora else out
-        use = f'{job.cfg.opener}.from_pretrained("{whole}")'
-        use += f"; llama.cpp: convert_hf_to_gguf.py {whole}" if not job.cfg.scores else ""
+        model = f"{out}/merged" if job.cfg.lora else out
+        use = f'{job.cfg.opener}.from_pretrained("{model}")'
+        use += f"; llama.cpp: convert_hf_to_gguf.py {model}" if not job.cfg.scores else ""
     return [*lines, f"use it   {use}", f"again    trireme --config {out}/config.yaml"]

@@ -139,8 +139,8 @@ def far(what: str, done: int, total: int, began: float, unit: str = "B") -> None
     """Shows how much of some work is done, once it takes long. `began`: by time.monotonic."""
     seconds = time.monotonic() - began
     if seconds > PATIENCE and 0 < done < total:
-        of = f"{gb(done)} of {gb(total)}" if unit == "B" else f"{compact(done)} of {compact(total)} {unit}"
-        show(f"{what}  {of}  eta {duration(seconds * (total - done) / done)}")
+        amounts = f"{gb(done)} of {gb(total)}" if unit == "B" else f"{compact(done)} of {compact(total)} {unit}"
+        show(f"{what}  {amounts}  eta {duration(seconds * (total - done) / done)}")
 
 
 @contextmanager

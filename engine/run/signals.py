@@ -37,8 +37,8 @@ class Stop:
         """Handles the first signal. Several hosts go on until they agree."""
         self.requested = True
         self.last = self.step if world().hosts == 1 else self.last
-        what = "leaving" if self.loading else f"finishing step {self.step:,} and saving"
-        screen.urgent(f"\n  {what}{'' if number in NOTICES else '; again: exit immediately'}")
+        action = "leaving" if self.loading else f"finishing step {self.step:,} and saving"
+        screen.urgent(f"\n  {action}{'' if number in NOTICES else '; again: exit immediately'}")
 
     def agree(self) -> None:
         """To be called by all hosts after each step."""

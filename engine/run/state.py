@@ -57,13 +57,13 @@ def snapshot_of(folder: Folder, options: Options) -> Snapshot | None:
     """
     lost = next((path for path in folder.stores if not (path / folders.IDENTITY).exists()), None)
     if lost is not None and folder.state.started:
-        way = f"If it has moved: --store DIR. If it is lost, remove {quoted(folder.out)} and start again"
-        raise InputError(f"--resume {folder.out}: its store is not in {lost}. Is its drive mounted? {way}.")
+        advice = f"If it has moved: --store DIR. If it is lost, remove {quoted(folder.out)} and start again"
+        raise InputError(f"--resume {folder.out}: its store is not in {lost}. Is its drive mounted? {advice}.")
     with suppress(NoSnapshot):
         if lost is None:
             speeds, run = drive_speeds(folder.stores), folder.state.id
             folder.store = Store.open(folder.stores, options.keep, speeds, screen.warn, run)
-    sequences = {made.step: made.sequence for made in folder.store.snapshots} if folder.store else {}
+    sequences = {snapshot.step: snapshot.sequence for snapshot in folder.store.snapshots} if folder.store else {}
     of_hosts = [json.loads(text) for text in world().texts(json.dumps([folder.state.started, [*sequences]]))]
     last = max(set(sequences).intersection(*(steps for _, steps in of_hosts)), default=None)
     if folder.store and last is not None:
@@ -71,8 +71,8 @@ def snapshot_of(folder: Folder, options: Options) -> Snapshot | None:
     latest = [max(steps, default=0) for _, steps in of_hosts]
     if any(latest) and any(started for started, _ in of_hosts):
         lacks = f"host {latest.index(min(latest))} has no snapshot that the others have"
-        way = f"Restore its part of {folder.out / RUN} and of --store from a copy, or start again"
-        raise InputError(f"--resume {folder.out}: {lacks}. {way}.")
+        advice = f"Restore its part of {folder.out / RUN} and of --store from a copy, or start again"
+        raise InputError(f"--resume {folder.out}: {lacks}. {advice}.")
     if folder.store:  # of a moment that not all had
         folder.store.remove()
         folder.store = None
@@ -114,8 +114,8 @@ class Training:
 
     @property
     def last_snapshot(self) -> str:
-        made = self.store.snapshots
-        return f"Last snapshot: step {made[-1].step:,}" if made else "There is no snapshot yet"
+        snapshots = self.store.snapshots
+        return f"Last snapshot: step {snapshots[-1].step:,}" if snapshots else "There is no snapshot yet"
 
     @contextmanager
     def watched(self, what: str) -> Iterator[None]:
@@ -123,13 +123,13 @@ class Training:
         limit = patience(self.job.forecast.step.step_s)
 
         def late(what_hangs: str) -> None:
-            how = f"no progress for {duration(limit)}; {what_hangs}"
-            world().abort(how)
-            way = f"{self.last_snapshot}. To continue: --resume {quoted(self.job.out)}"
-            leave(lambda: screen.urgent(f"error: {what}: {how}. Is the GPU or a drive failing? {way}"))
+            problem = f"no progress for {duration(limit)}; {what_hangs}"
+            world().abort(problem)
+            advice = f"{self.last_snapshot}. To continue: --resume {quoted(self.job.out)}"
+            leave(lambda: screen.urgent(f"error: {what}: {problem}. Is the GPU or a drive failing? {advice}"))
 
-        other = lambda: (screen.counted(), object() if world().waits else None)
-        with watched(self.queues, limit, late, other):
+        progress = lambda: (screen.counted(), object() if world().waits else None)
+        with watched(self.queues, limit, late, progress):
             yield
 
     # ------------------------------------------------------------ built and loaded
@@ -141,8 +141,8 @@ class Training:
         """
         job, o = self.job, self.job.options
         if isinstance(job.source, Cached):
-            what = "checking the base" if job.source.is_made() else f"quantizing the base to {job.source.base}"
-            with screen.working(what, job.source.file_bytes, stopped=stopped) as progressed:
+            task = "checking the base" if job.source.is_made() else f"quantizing the base to {job.source.base}"
+            with screen.working(task, job.source.file_bytes, stopped=stopped) as progressed:
                 job.source.make(progressed, screen.warn)
         hold_to(job.limits, job.device)
         adamw = AdamW(o.betas[0], o.betas[1], weight_decay=o.weight_decay or 0.0, max_grad_norm=o.max_grad_norm)
@@ -152,8 +152,8 @@ class Training:
         if e.memory.refused:
             planned, pinned = e.memory.used_bytes("ram"), e.memory.used_bytes("ram") - e.memory.refused
             note_pinned(job.device, pinned)
-            way = f"Copies of the rest are several times slower; the next run plans with {gib(pinned)}"
-            screen.warn(f"CUDA pins {gib(pinned)} of RAM, the plan uses {gib(planned)}. {way}, unless --ram is given")
+            hint = f"Copies of the rest are several times slower; the next run plans with {gib(pinned)}"
+            screen.warn(f"CUDA pins {gib(pinned)} of RAM, the plan uses {gib(planned)}. {hint}, unless --ram is given")
         if reason := host_adamw.why_slow():
             screen.warn(f"AdamW runs in torch on the CPU, several times slower: {reason}")
         e.placement.scratch.claim(self.store.devices)
@@ -192,8 +192,8 @@ class Training:
             try:
                 load_from_store(placement, progressed)
             except Damaged as damage:
-                way = way_back(self.store.paths[0] / self.store.snapshots[-1].folder)
-                raise StoreError(damage.errno, f"{DAMAGED}. {way}", damage.filename) from damage
+                advice = way_back(self.store.paths[0] / self.store.snapshots[-1].folder)
+                raise StoreError(damage.errno, f"{DAMAGED}. {advice}", damage.filename) from damage
         if placement.frozen_bytes:
             exchange = Exchange(self.job.cfg, self.job.source, placement)
             with screen.working("loading what is frozen", placement.frozen_bytes, stopped=stopped) as progressed:
@@ -220,8 +220,8 @@ class Training:
                 write_record(path, Reference(logps))
             pairs = count(total // 2, "answer" if job.data.options.kind == "labels" else "pair")
             screen.say(f"compared {pairs}: the reference took {seconds(time.monotonic() - began)}")
-        known = read_record(path, Reference)  # of host 0
-        logps = json.loads(world().texts(json.dumps(known.logps if known else []))[0])
+        stored = read_record(path, Reference)  # of host 0
+        logps = json.loads(world().texts(json.dumps(stored.logps if stored else []))[0])
         if len(logps) != total:
             raise InputError(f"--resume {job.out}: {path} is lost or damaged. Restore it from a copy, or start again.")
         n, held = len(job.data.pieces), job.data.held_out
@@ -232,8 +232,8 @@ class Training:
         """Keeps the checksums of frozen weights. Raises InputError if they are not those that the run began with."""
         for unit, sum in base.items():
             if self.fixed.base.setdefault(unit, sum) != sum:
-                what = f"the frozen weights of {unit} in {self.job.options.model} are not those of its beginning"
-                raise InputError(f"--resume {self.job.out}: {what}. Restore the checkpoint.")
+                problem = f"the frozen weights of {unit} in {self.job.options.model} are not those of its beginning"
+                raise InputError(f"--resume {self.job.out}: {problem}. Restore the checkpoint.")
 
     def check_base(self, copied: bool) -> None:
         """Raises StoreError if frozen weights that steps read, or that are to be `copied`, have changed."""
@@ -316,8 +316,8 @@ class Training:
             sums = exchange.save(folder, progressed)
         self.exported += job.source.nbytes
         if n := sum(exchange.clipped.values()):
-            way = f"written as {LARGEST_F16:,.0f}, the largest. Lower --lr"
-            screen.warn(f"{folder}: {count(n, 'value')} of {max(exchange.clipped)} and others, beyond F16: {way}")
+            advice = f"written as {LARGEST_F16:,.0f}, the largest. Lower --lr"
+            screen.warn(f"{folder}: {count(n, 'value')} of {max(exchange.clipped)} and others, beyond F16: {advice}")
         return sums
 
     def merge(self) -> None:

@@ -42,9 +42,9 @@ def run(o: Env | Check) -> None:
     screen.say(versions().line())
     screen.say(Row("machine", "system", platform.platform()).line())  # which names WSL2
     screen.say(Row("machine", "cores", f"{cores():g} of {os.cpu_count()} may be used").line())
-    for what, command in PROGRAMS.items():
-        for line in _printed(*command, *(o.store or (".",)) * (what == "store")):
-            screen.say(Row("machine", what, " ".join(line.split())).line())
+    for part, command in PROGRAMS.items():
+        for line in _printed(*command, *(o.store or (".",)) * (part == "store")):
+            screen.say(Row("machine", part, " ".join(line.split())).line())
     for name in sorted(os.environ):
         if name.startswith(VARIABLES) and "TOKEN" not in name:
             screen.say(Row("variable", name, os.environ[name]).line())
@@ -53,7 +53,7 @@ def run(o: Env | Check) -> None:
 def _printed(*command: str) -> Iterator[str]:
     """The lines that a program prints, those of errors last, or the reason why it did not run."""
     try:
-        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=SECONDS)
-        yield from (done.stdout + done.stderr or f"exit code {done.returncode}").splitlines()
+        process = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=SECONDS)
+        yield from (process.stdout + process.stderr or f"exit code {process.returncode}").splitlines()
     except (OSError, subprocess.TimeoutExpired) as error:
         yield f"{command[0]}: {getattr(error, 'strerror', None) or f'no answer in {SECONDS} s'}"

@@ -23,8 +23,8 @@ def run(o: Eval) -> None:
     with screen.to(sys.stderr):
         results = list(losses(o))
     for name, result in zip(o.data, results, strict=True):
-        others = {key.removeprefix("rewards/"): f"{value:.4g}" for key, value in result.items()}
-        shown = "  ".join(f"{key} {value}" for key, value in others.items() if key not in ("loss", "labels"))
+        figures = {key.removeprefix("rewards/"): f"{value:.4g}" for key, value in result.items()}
+        shown = "  ".join(f"{key} {value}" for key, value in figures.items() if key not in ("loss", "labels"))
         screen.say(f"eval     {name}: loss {result['loss']:.4f}  {shown}")
 
 
@@ -42,8 +42,8 @@ def prepared(f: Finished, o: Eval) -> tuple[Eval, list[Dataset], Preference | No
     """(the options with those of the run, data with references, what is compared). Raises as `losses`."""
     head = {0: "", 1: "reward"}.get(f.cfg.scores, "classify")
     if o.method != head and (o.method in ("reward", "classify") or (head and o.method != "sft")):
-        what = f"a score head, of --method {head}" if head else "no score head"
-        raise InputError(f"--method {o.method}: {f.name} has {what}. Leave it out.")
+        head_name = f"a score head, of --method {head}" if head else "no score head"
+        raise InputError(f"--method {o.method}: {f.name} has {head_name}. Leave it out.")
     o = with_defaults(f, replace(o, method=head or o.method))
     o.check()
     preference, codec = preference_of(o), f.codec(o)
@@ -60,10 +60,10 @@ def figures(f: Finished, o: Eval, data: list[Dataset], preference: Preference | 
     """As `losses`, of a model with the tokens and the head of the one for which the data were prepared."""
     with computing(f, o, data[0].options.room) as e:
         for read in data:
-            loss, others = e.loss(read, preference)
+            loss, metrics = e.loss(read, preference)
             perplexity = {} if preference or f.cfg.scores else {"perplexity": math.exp(min(loss, 50.0))}
             labels = len(read.pieces) // 2 if preference else sum(map(len, read.labels()))
-            yield {"loss": loss, **perplexity, **others, "labels": labels}
+            yield {"loss": loss, **perplexity, **metrics, "labels": labels}
 
 
 def _reference(f: Finished, o: Eval, data: list[Dataset]) -> Finished:

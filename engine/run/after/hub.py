@@ -229,8 +229,8 @@ def run(o: Push) -> None:
     if is_adapter:
         base = peft_config.base_of(peft_config.read_adapter_config(out))
         if not name_of(base):
-            way = "Merge it and upload that: trireme merge OUT --out DIR"
-            raise InputError(f"{out}: an adapter names its base, and {base} is a folder of this machine. {way}.")
+            advice = "Merge it and upload that: trireme merge OUT --out DIR"
+            raise InputError(f"{out}: an adapter names its base, and {base} is a folder of this machine. {advice}.")
     if not any(out.glob("*.safetensors")):
         raise InputError(f"{out} holds no model to upload. Name the output of a finished run.")
     files = [*out.glob("*.safetensors"), *out.glob("*.index.json"), *(out / file for file in auxiliary(out))]
@@ -241,8 +241,8 @@ def run(o: Push) -> None:
     content["README.md"] = _card(o.name, is_adapter, name_of(base)).encode()
     api = HfApi(endpoint=endpoint())
     with asking(Name(o.name)):
-        there = api.model_info(o.name).siblings or () if api.repo_exists(o.name) else ()
-        if any(file.rfilename.endswith(WEIGHTS) for file in there):  # files would be mixed
+        siblings = api.model_info(o.name).siblings or () if api.repo_exists(o.name) else ()
+        if any(file.rfilename.endswith(WEIGHTS) for file in siblings):  # files would be mixed
             raise InputError(f"push {o.name}: there is a model of that name on the hub already. Name another.")
         screen.say(f"upload   {count(len(content), 'file')} to {endpoint()}/{o.name}")
         api.create_repo(o.name, private=True, exist_ok=True)
@@ -255,6 +255,6 @@ def _card(name: str, is_adapter: bool, base: Name | None) -> str:
     """The model card, in Markdown."""
     head = [f"library_name: {'peft' if is_adapter else 'transformers'}", "tags: [trireme]"]
     head += [f"base_model: {base.repo}"] if base else []
-    what = f"{'A LoRA adapter' if is_adapter else 'A fine-tuned copy'} of {base.repo if base else 'a model'}"
-    words = f"{what}, trained with Trireme. The base's licence applies."
+    kind = f"{'A LoRA adapter' if is_adapter else 'A fine-tuned copy'} of {base.repo if base else 'a model'}"
+    words = f"{kind}, trained with Trireme. The base's licence applies."
     return "\n".join(["---", *head, "---", "", f"# {name}", "", words, ""])

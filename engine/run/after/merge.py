@@ -47,16 +47,16 @@ def run(o: Merge) -> None:
     source = opening.as_written(replace(run, model=base, merge=True, chat_template=template), cfg, source)
     same = (o.format or ("same" if run.merge_aware else "bf16")) == "same"
     if isinstance(source, Packed) and not same:
-        what = f"as the adapter changes matrices in {source.packing.word}, all become bf16; --format same keeps them so"
-        screen.say(f"note: {source.folder}: {what}")
+        note = f"as the adapter changes matrices in {source.packing.word}, all become bf16; --format same keeps them so"
+        screen.say(f"note: {source.folder}: {note}")
     with new_folder(out) as place, screen.working("merging the adapter", 2 * source.nbytes) as progress:
         merge_adapter(folder, cfg, source, place, progress, screen.say, same, choose_device(o.device))
     screen.say(f"output   {out}/: the model with its adapter, read back")
     if o.data:
         losses = {name: list(figures(f, *task))[0]["loss"] for name, f in _models(f, o.out, same)}
         screen.say(f"loss     {', '.join(f'{name} {loss:.4f}' for name, loss in losses.items())}; of {o.data}")
-    way = "score {} --data FILE --out DIR" if cfg.scores else "sample {} --prompt TEXT"
-    screen.say(f"next     trireme {way.format(quoted(out))}, or open it with transformers")
+    advice = "score {} --data FILE --out DIR" if cfg.scores else "sample {} --prompt TEXT"
+    screen.say(f"next     trireme {advice.format(quoted(out))}, or open it with transformers")
 
 
 def _models(f: Finished, out: str, same: bool) -> Iterator[tuple[str, Finished]]:
@@ -66,6 +66,6 @@ def _models(f: Finished, out: str, same: bool) -> Iterator[tuple[str, Finished]]
         yield "base", replace(f, cfg=plain, adapter=None)
     yield "with the adapter", f
     if same and f.adapter and isinstance(f.source, Packed):
-        wide = merged(plain, f.adapter, f.source)
-        yield "merged in bf16", replace(f, cfg=as_stored(plain, wide), source=wide, adapter=None)
+        plain_weights = merged(plain, f.adapter, f.source)
+        yield "merged in bf16", replace(f, cfg=as_stored(plain, plain_weights), source=plain_weights, adapter=None)
     yield "merged", open_finished(out)

@@ -70,15 +70,15 @@ class Finished:
 
     def tokenizer(self, o: Reading | Sample) -> str:
         """The folder of the tokenizer: that of the options, of the model, of its run or of its base."""
-        here = self.name if (Path(self.name) / TOKENIZER).is_file() else None
-        return o.tokenizer or here or self.run.tokenizer or str(self.base)
+        folder = self.name if (Path(self.name) / TOKENIZER).is_file() else None
+        return o.tokenizer or folder or self.run.tokenizer or str(self.base)
 
     def codec(self, o: Reading | Sample) -> Codec | None:
         """Tokenizer and chat template; None without a tokenizer, which rows of `input_ids` do not need."""
-        where, template = self.tokenizer(o), Path(self.name) / TEMPLATE
-        trained = None if where == self.name else self.run.chat_template
+        tokenizer, template = self.tokenizer(o), Path(self.name) / TEMPLATE
+        trained = None if tokenizer == self.name else self.run.chat_template
         trained = str(template) if self.adapter and template.is_file() else trained
-        return load_codec(where, o.chat_template or trained, date.today().isoformat())
+        return load_codec(tokenizer, o.chat_template or trained, date.today().isoformat())
 
     def refuse_scores(self, use: str) -> None:
         """Raises InputError if the model has a score head, which gives no text."""
@@ -117,9 +117,9 @@ def open_finished(name: str, model: str | None = None) -> Finished:
 
 def with_defaults(f: Finished, o: O) -> O:
     """The command's options. Of Reading, and of the run's method, those of the run are defaults; a line says which."""
-    others = o.chosen | {"tokenizer", "chat_template"}  # Finished.codec takes these from the run
-    alike = isinstance(o, Method) and o.method == f.run.method != "sft"
-    names = [name for name in (*table(Reading), *(table(Method) if alike else ())) if name not in others]
+    chosen = o.chosen | {"tokenizer", "chat_template"}  # Finished.codec takes these from the run
+    same_method = isinstance(o, Method) and o.method == f.run.method != "sft"
+    names = [name for name in (*table(Reading), *(table(Method) if same_method else ())) if name not in chosen]
     values = {name: getattr(f.run, name) for name in names if getattr(f.run, name) != getattr(Options, name)}
     if values:
         screen.say(f"as in the run: {', '.join(f'{flag(name)} {value}' for name, value in values.items())}")
@@ -143,13 +143,13 @@ def rows_in(name: str) -> Iterator[tuple[str, dict[str, Any]]]:
     for source in find(name).files:
         rows = Rows(source.files)
         for row in rows:
-            where = f"{source} {rows.unit} {row.number}"
+            location = f"{source} {rows.unit} {row.number}"
             try:
                 if isinstance(row.value, BadRow):
                     raise row.value
-                yield where, normal(row.value, {}, source.is_table)
+                yield location, normal(row.value, {}, source.is_table)
             except BadRow as error:
-                raise InputError(f"{where}: {error}.") from None
+                raise InputError(f"{location}: {error}.") from None
 
 
 # ---------------------------------------------------------------- the engine
@@ -181,9 +181,9 @@ def computing(f: Finished, o: Machine, seq_len: int, texts: int = 0, new: int = 
         exchange = Exchange(f.cfg, f.source, e.placement, f.adapter.values if f.adapter else None)
         with screen.working("loading", e.placement.nbytes() + e.placement.frozen_bytes) as loaded:
             exchange.load(loaded)
-        where = "CPU" if device.type == "cpu" else torch.cuda.get_device_name(device)
-        what = f"{f.base}{f' with its adapter of rank {f.cfg.lora.rank}' if f.cfg.lora else ''}"
-        screen.say(f"model    {what}, {compact(shapes.parameters(f.cfg))} parameters in {dtype.lower()} on the {where}")
+        chip = "CPU" if device.type == "cpu" else torch.cuda.get_device_name(device)
+        model = f"{f.base}{f' with its adapter of rank {f.cfg.lora.rank}' if f.cfg.lora else ''}"
+        screen.say(f"model    {model}, {compact(shapes.parameters(f.cfg))} parameters in {dtype.lower()} on the {chip}")
         if streamed := sum(unit.base == "ssd" for unit in plan.units):
             screen.say(f"speed    {percent(streamed / len(plan.units))} of layers are read from the drive in each pass")
         yield Evaluator(e, rows, seq_len)
@@ -197,11 +197,11 @@ def _streamed(f: Finished, plan: Plan, dtype: str, stack: ExitStack) -> tuple[Ch
     if not (layouts := read_from_ssd(Geometry.of(f.cfg, plan), plan)):
         return None, []
     stored = hf.sources(f.cfg, f.source.shapes, f.source.named)
-    if why := why_copied(f.cfg, dtype, f.source, stored, [f.source.folder]):
+    if reason := why_copied(f.cfg, dtype, f.source, stored, [f.source.folder]):
         place = stack.enter_context(Temporary("trireme-weights-", Path.cwd()))
-        screen.say(f"note: weights that do not fit in RAM are copied to {place}, since {why}")
+        screen.say(f"note: weights that do not fit in RAM are copied to {place}, since {reason}")
         drive = open_device(place)
     else:
         drive = open_reader(f.source.folder / f.source.files[0])
     stack.callback(drive.io.close)
-    return (None, [drive]) if why else (CheckpointBase(layouts, f.source, stored, [drive]), [])
+    return (None, [drive]) if reason else (CheckpointBase(layouts, f.source, stored, [drive]), [])

@@ -160,18 +160,18 @@ def _read(name: str) -> list[Any]:
     return prompts
 
 
-def _tokens(codec: Codec, o: Sample, prompt: Any, where: str) -> list[int]:
+def _tokens(codec: Codec, o: Sample, prompt: Any, name: str) -> list[int]:
     """A text as it is, or messages in the format of the chat template, as tokens. Raises InputError."""
     by_template = not o.as_text and (codec.facts.template or o.system or o.chat_template_kwargs)
     if isinstance(prompt, str) and not by_template:
-        return codec.prompt(prompt, where)
+        return codec.prompt(prompt, name)
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     try:
         chat = chat_of({"messages": messages}, answered=False) if messages != [] else Chat([])
         chat = with_system(chat, o.system) if o.system else chat
-        return codec.prompt(chat._replace(variables=json.loads(o.chat_template_kwargs or "{}") or None), where)
+        return codec.prompt(chat._replace(variables=json.loads(o.chat_template_kwargs or "{}") or None), name)
     except BadRow as error:
-        raise InputError(f"{where}: {error}.") from None
+        raise InputError(f"{name}: {error}.") from None
 
 
 def _check(prompts: Sequence[Sequence[int]], positions: int) -> None:
@@ -290,8 +290,8 @@ def probabilities(sampling: Sampling, logits: Tensor) -> Tensor:
     """(B, V) fp32: with the temperature, then of the top_k largest, then of the fewest whose sum is top_p."""
     scores = logits / max(sampling.temperature, COLDEST)
     if 0 < sampling.top_k < scores.shape[-1]:
-        least = torch.topk(scores, sampling.top_k).values[..., -1:]
-        scores = scores.masked_fill(scores < least, float("-inf"))
+        lowest = torch.topk(scores, sampling.top_k).values[..., -1:]
+        scores = scores.masked_fill(scores < lowest, float("-inf"))
     if sampling.top_p < 1:
         ordered, order = scores.sort(-1)
         out = ordered.softmax(-1).cumsum(-1) <= 1 - sampling.top_p

@@ -175,12 +175,12 @@ class Pass:
         self.folder.mkdir(exist_ok=True)
         token = 4 + 6 * self.k  # bytes
         n = max(1, min(LONGEST, PART // (token * self.e.rows * self.e.seq_len)))  # micro-batches of a part
-        batches, first, at, total, labels = self.data.batches(self.e.rows), 0, 0, 0.0, 0
+        batches, first, position, total, labels = self.data.batches(self.e.rows), 0, 0, 0.0, 0
         with screen.working("scoring", self.data.tokens, "tokens") as scored:
             while group := list(islice(batches, n)):
                 path = self.folder / f"part-{first // n:05}.safetensors"
-                tables = self._read(path, first) or self._write(path, group, first, at)
-                first, at = first + len(group), at + sum(len(mb.lengths) for mb in group)
+                tables = self._read(path, first) or self._write(path, group, first, position)
+                first, position = first + len(group), position + sum(len(mb.lengths) for mb in group)
                 total, labels = total + float(tables["logp"].sum()), labels + int(tables["trained"].sum())
                 scored(sum(len(mb.ids) for mb in group))
         return total, labels
@@ -206,10 +206,10 @@ class Pass:
             raise InputError(f"{path} is of another model, of other data or options. Name another --out.")
         return tables
 
-    def _write(self, path: Path, group: Sequence[MicroBatch], first: int, at: int) -> Tables:
+    def _write(self, path: Path, group: Sequence[MicroBatch], first: int, position: int) -> Tables:
         """Computes a part and writes it. `at`: the number of its first piece."""
         parts = dict[int, Tables]()
-        starts = np.cumsum([at, *(len(mb.lengths) for mb in group)]).tolist()
+        starts = np.cumsum([position, *(len(mb.lengths) for mb in group)]).tolist()
 
         def take(b: int, packed: Any, top: Any, x: torch.Tensor) -> None:
             parts[b] = self._tables(group[b], starts[b], packed, top, x)
@@ -220,11 +220,11 @@ class Pass:
         replace_synced(path, save(tables, metadata | {"sum": part_sum(metadata, tables)}))
         return tables
 
-    def _tables(self, mb: MicroBatch, at: int, packed: Any, top: Any, x: torch.Tensor) -> Tables:
+    def _tables(self, mb: MicroBatch, position: int, packed: Any, top: Any, x: torch.Tensor) -> Tables:
         """The tables of a micro-batch, whose first piece has the number `at`."""
         cfg, labels, lengths = self.e.e.cfg, mb.labels, np.array(mb.lengths, np.int64)
         starts = np.cumsum(lengths) - lengths
-        places = places_of(self.data.files, self.data.pieces[at : at + len(lengths)])
+        places = places_of(self.data.files, self.data.pieces[position : position + len(lengths)])
         losses = head_losses(cfg, packed._replace(factors=None), top, x).cpu().numpy().astype(np.float64)
         tables = {"document": places[:, 0].copy(), "start": places[:, 1].copy(), "length": lengths}
         tables["trained"] = np.add.reduceat((labels >= 0).astype(np.int64), starts)
