@@ -115,6 +115,10 @@ def test_dropout_truncation_and_ends(tmp_path):
     ("file", "content", "word"),
     [
         ("tokenizer.json", "{", "tokenizer.json"),
+        ("tokenizer.json", "{}", "tokenizer.json"),
+        ("tokenizer.json", "[1]", "tokenizer.json"),
+        ("tokenizer.json", '{"model": {"type": "BPE"}}', "tokenizer.json"),
+        ("tokenizer.json", '{"model": ' + "[" * 10_000, "tokenizer.json"),
         ("tokenizer_config.json", "[]", "tokenizer_config.json"),
         ("tokenizer_config.json", '{"bos_token": "\\ud800"}', "tokenizer.json"),
         ("tokenizer_config.json", '{"chat_template": 5}', "chat_template"),

@@ -2,21 +2,19 @@
 
 from dataclasses import replace
 
+import engines
 import numpy as np
 import pytest
 import torch
 import transformers
-from engines import LIMITS, LLAMA, MemoryScratch, MemoryStore, gpu_plan, of, with_experts
+from engines import LLAMA, of, with_experts
 from safetensors.numpy import load_file, save_file
 from tiny import CASES, oracle, relative
 
 from trireme.engine.between import Reader, writing
-from trireme.engine.build import build
 from trireme.engine.exchange import PIECE, Exchange
 from trireme.engine.memory import views
 from trireme.engine.placement import Entry
-from trireme.engine.plan import UnitPlan
-from trireme.engine.queues.real import RealQueues
 from trireme.kernels.fp8.reference import quantize
 from trireme.kernels.optimizer.reference import split_master
 from trireme.models import hf
@@ -53,8 +51,7 @@ def checkpoint(folder, cfg, dtype="F32", seed=0, **extra):
 
 
 def exchange(cfg, source, tier="gpu", dtype="BF16"):
-    plan = gpu_plan(cfg, units=(UnitPlan(tier, tier),) * cfg.n_units, dtype=dtype, record=700)
-    return Exchange(cfg, source, build(cfg, plan, LIMITS, RealQueues(threads=False), store=MemoryStore()).placement)
+    return engines.exchange(cfg, source, tier, dtype)[1]
 
 
 @pytest.mark.parametrize("tier", ["gpu", "ram", "ssd"])
@@ -142,8 +139,7 @@ def test_frozen_matrices_are_loaded_as_codes(tmp_path, tier, stored, compute):
     cfg = replace(of("llama", num_hidden_layers=1, intermediate_size=1 << 15), fp8=True, frozen=("*",))
     assert cfg.width << 15 > PIECE
     source = checkpoint(tmp_path / "in", cfg, stored)
-    plan = gpu_plan(cfg, units=(UnitPlan(base=tier),) * cfg.n_units, dtype=compute)
-    x = Exchange(cfg, source, build(cfg, plan, LIMITS, RealQueues(threads=False), scratch=MemoryScratch()).placement)
+    x = exchange(cfg, source, tier, compute)
     x.load()
     geo, rounded = x.placement.geo, (lambda w: split_master(w)[0]) if compute == "BF16" else lambda w: w
     for u in range(1, geo.head):

@@ -1,4 +1,4 @@
-"""Whole models against transformers: logits, losses and every gradient, for each family and its variants."""
+"""Whole models against transformers, for each family and its variants; and their blocks, whatever is saved."""
 
 import json
 from contextlib import nullcontext
@@ -6,6 +6,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 import transformers
+from blocks import check_every_subset
 from engines import exchange, final_weights, opened
 from safetensors.torch import load_file, save_file
 from tiny import CASES, InDouble, Tiny, apart, oracle, own_name, relative, shifted_labels
@@ -174,3 +175,26 @@ def test_gradients_in_bf16_are_as_near_as_those_of_transformers(case, grad_dtype
     theirs = {name: relative(p.grad, exact.grads[name]) for name, p in reference.named_parameters()}
     for name, g in tiny.grads.items():
         assert relative(g, exact.grads[name]) < 1.2 * theirs[name] + 0.002, name
+
+
+# ---------------------------------------------------------------- blocks by themselves
+
+DTYPES = ("BF16", "F32"), ("BF16", "BF16"), ("F32", "F32")
+# Blocks that differ in what follows from what: all subsets of their saved tensors; few of those that are like them.
+FIRST = "llama", "gpt2", "gemma2", "gpt_neox", "falcon h1", "qwen2 moe", "gpt oss"
+OTHERS = (
+    "llama biases", "mistral window", "qwen3", "gpt2 scaled by layer",
+    "phi3", "granite", "smollm3", "starcoder2", "olmo2", "olmo3", "exaone4", "seed_oss", "gemma3",
+    "ministral3 tied, window", "glm4", "granite 4", "qwen3 moe",
+    "glm4 moe", "minimax m2", "hy v3", "afmoe", "kolibri1", "granite moe", "granite swa", "ernie moe", "hunyuan",
+    "arcee", "laguna", "mimo v2 flash",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("case", "dtype", "grad_dtype"),
+    [(case, *DTYPES[i % 3]) for i, case in enumerate((*FIRST, *OTHERS))],
+)
+def test_gradients_are_equal_whatever_is_saved(case, dtype, grad_dtype):
+    model_type, keys = CASES[case]
+    check_every_subset(model_type, dtype, grad_dtype, few=case in OTHERS, **keys)

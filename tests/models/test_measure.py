@@ -11,6 +11,7 @@ import pytest
 import transformers
 from tiny import CASES
 
+from trireme.engine.planner.sizes import find_model
 from trireme.models.config import Lora, ModelConfig, Teaching, parse_config
 from trireme.models.families.packing import FP8
 from trireme.models.head import LOSS_CHUNK
@@ -148,6 +149,25 @@ for name in sys.argv[1:]:
         for u in set(shapes.representatives(way)):
             measure.temporaries(way, u, 4096, 2, 4)
 """
+
+
+WITHOUT_TRITON = """
+import sys
+sys.modules["triton"] = None
+from trireme.engine.planner.sizes import find_model
+from trireme.models.sizes import measure
+cfg = find_model("qwen3-30b")
+print(measure.work(cfg, 1, 3000, 10**6), measure.temporaries(cfg, 1, 3000, 2), measure.temporaries(cfg, 0, 3000, 2))
+"""
+
+
+@pytest.mark.full
+def test_counts_without_triton_are_those_with_it():
+    cfg = find_model("qwen3-30b")
+    counts = measure.work(cfg, 1, 3000, 10**6), *(measure.temporaries(cfg, u, 3000, 2) for u in (1, 0))
+    words = [sys.executable, "-c", WITHOUT_TRITON]
+    run = subprocess.run(words, capture_output=True, text=True, check=True, timeout=600)
+    assert run.stdout == " ".join(map(str, counts)) + "\n"
 
 
 @pytest.mark.full
