@@ -34,6 +34,8 @@ _LIKELY = {  # columns that --map is advised for, if it then reads the row
     "prompt": ("sentence1", "premise", "question1", "text1", "question", "query", "instruction", "input", "problem"),
     "messages": ("conversation", "conversations", "dialogue", "chat", "turns"),
     "completion": ("sentence2", "hypothesis", "question2", "text2"),
+    "input": ("context", "passage"),
+    "system": ("system_prompt", "system_message"),
 }
 _WHOLE = re.compile(r"-?\d{1,18}")
 
@@ -155,12 +157,14 @@ def _unknown(row: Fields, among: Sequence[Form]) -> BadRow:
 
 
 def _likely(row: Fields, form: Form) -> dict[str, str]:
-    """Renames that give a row the keys of a form; none if a key has no or several columns."""
+    """Renames that give a row the keys of a form, and others that it may have; none if a key of the form has no or
+    several columns.
+    """
     names = {key.lower(): key for key in row}
-    likely = {ours: (ours,) if ours in names else _LIKELY.get(ours, ()) for ours in form.keys}
+    likely = {ours: (ours,) if ours in names else _LIKELY.get(ours, ()) for ours in (*form.keys, *form.others)}
     columns = {ours: [names[name] for name in words if name in names] for ours, words in likely.items()}
-    clear = all(len(theirs) == 1 for theirs in columns.values())
-    return {theirs: ours for ours, (theirs, *_) in columns.items() if theirs != ours} if clear else {}
+    clear = all(len(columns[ours]) == 1 for ours in form.keys)
+    return {theirs[0]: ours for ours, theirs in columns.items() if theirs[:1] not in ([], [ours])} if clear else {}
 
 
 def _refuse_preferences(row: Fields, pair: Form | None, form: Form | None) -> None:

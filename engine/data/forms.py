@@ -134,6 +134,10 @@ def shape_of(row: Fields) -> str:
         return ' One message is not a row; a conversation is: {"messages": [{"role": …, "content": …}, …]}.'
     if len(row) > 1 and all(isinstance(value, list) for value in row.values()):
         return f" It holds lists.{_SEVERAL}."
+    for key, value in row.items():
+        inner = value[0] if isinstance(value, list) and value else value
+        if isinstance(inner, dict) and find_form(inner, FORMS[:-1]):  # a text alone may be anything
+            return f" Its {key!r} holds rows: write them alone into a file."
     texts = all(isinstance(value, (str, type(None))) for value in row.values())
     if texts and any(not key.strip() or re.search(r"[.?!:]\s*$|\s.*\s.*\s|\|", key) for key in row):
         return " The first line of a table names its columns: does it? Put a line such as prompt,completion before it."
