@@ -214,8 +214,8 @@ def cross_entropy(device: torch.device, V: int) -> Logits:
     name = "cross_entropy wide" if V > WIDE else "cross_entropy"
     setting = _set(gpu, name, Logits)
     at_once = min(setting.per_sm, gpu.warps // setting.warps)  # of a multiprocessor
-    stays = gpu.large or V <= WIDE or name in _settings or at_once * gpu.sms * 2 * V <= gpu.l2
-    return setting if stays else Logits(4096, 8, 8)
+    in_l2 = gpu.large or V <= WIDE or name in _settings or at_once * gpu.sms * 2 * V <= gpu.l2
+    return setting if in_l2 else Logits(4096, 8, 8)
 
 
 # ---------------------------------------------------------------- experts
@@ -313,8 +313,8 @@ def scan(device: torch.device, D: int, E: int, itemsize: int) -> Scan:
     """Launches for states (D, E). In bf16, chunks of 64 rows are wrong on an H100 (Triton 3.6)."""
     width, columns, arch = max(16, power2(D)), max(16, power2(E)), chip(device).arch
     if itemsize == 4 or arch == 0:
-        few = min(16, columns)
-        return Scan(ROWS_OF_SCANS, width, few, min(32, width), few, 4, 1, "ieee")
+        values = min(16, columns)
+        return Scan(ROWS_OF_SCANS, width, values, min(32, width), values, 4, 1, "ieee")
     narrow = max(width, columns) <= 128
     block, stages = min(64 if narrow else 32, columns), 1 if arch // 10 == 12 else 2  # two would spill
     return Scan(ROWS_OF_SCANS, width, block, min(64, width), min(64, columns), 4 if narrow else 8, stages, "tf32")

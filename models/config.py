@@ -129,8 +129,8 @@ class ModelConfig:
     @property
     def carried(self) -> tuple[str, ...]:
         """Prefixes of the names of tensors that are copied to the output and not used."""
-        behind = (self.names.prefix(self.n_layers + i) for i in range(self.mtp_layers))
-        return (*(self.outer.carried if self.outer else ()), *self.family.carried, *behind)
+        mtp = (self.names.prefix(self.n_layers + i) for i in range(self.mtp_layers))
+        return (*(self.outer.carried if self.outer else ()), *self.family.carried, *mtp)
 
     def carries(self, name: str) -> bool:
         """Whether a tensor is copied and not used."""

@@ -67,12 +67,12 @@ def _convs(cfg: ModelConfig, stored_shapes: Mapping[str, Shape]) -> tuple[int, .
 
 
 def canonical_names(
-    cfg: ModelConfig, stored: Mapping[str, Shape], named: Callable[[str], str] = str
+    cfg: ModelConfig, stored: Mapping[str, Shape], label: Callable[[str], str] = str
 ) -> dict[str, str | None]:
     """Names in `stored` (name -> shape) -> canonical names; None for a buffer and for tensors that are only copied.
 
     The base prefix may be missing; a tied matrix may have either name or both. A score head may be missing: a new one
-    is made then; an output matrix in addition to a score head is not used. `named(name)` is how messages call a tensor,
+    is made then; an output matrix in addition to a score head is not used. `label(name)` is how messages call a tensor,
     or the checkpoint. Raises InputError if a tensor is missing, unknown, or of another shape than config.json says.
     """
     experts = cfg.experts.count if cfg.experts and cfg.names.mlp.single else 1
@@ -80,32 +80,32 @@ def canonical_names(
     if mixed * experts + cfg.n_layers - mixed > len(stored):  # before work that grows with layers
         detail = f" of {experts:,} experts" if cfg.experts else ""
         raise InputError(
-            f"{named('the checkpoint')} has {len(stored)} tensors, config.json calls for {cfg.n_layers:,} layers"
+            f"{label('the checkpoint')} has {len(stored)} tensors, config.json calls for {cfg.n_layers:,} layers"
             f"{detail}. The weights and config.json are not of the same model, or it was not downloaded to the end."
         )
     wanted = stored_tensors(cfg)
-    names = {name: _canonical(cfg, name, wanted, named) for name in stored}
+    names = {name: _canonical(cfg, name, wanted, label) for name in stored}
     for name, target in names.items():
         if target is not None and tuple(stored[name]) != wanted[target]:
             raise InputError(
-                f"{named(name)} has shape {list(stored[name])}, config.json says {list(wanted[target])}. "
+                f"{label(name)} has shape {list(stored[name])}, config.json says {list(wanted[target])}. "
                 "The weights and config.json are not of the same model."
             )
     present = set(names.values())
     missing = [name for name in wanted if name not in present and not (cfg.scores and name == output_name(cfg))]
     if missing:
         suffix = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
-        lacks = f"{named('the checkpoint')} lacks {missing[0]}{suffix}"
+        lacks = f"{label('the checkpoint')} lacks {missing[0]}{suffix}"
         raise InputError(f"{lacks}, which config.json calls for. Download it again.")
     return names
 
 
-def sources(cfg: ModelConfig, stored: Mapping[str, Shape], named: Callable[[str], str] = str) -> dict[str, str]:
+def sources(cfg: ModelConfig, stored: Mapping[str, Shape], label: Callable[[str], str] = str) -> dict[str, str]:
     """Canonical name -> name in `stored` to read, of tensors, and of the parts of packed matrices.
 
-    `named` and errors as in canonical_names.
+    `label` and errors as in canonical_names.
     """
-    names = canonical_names(cfg, stored, named)
+    names = canonical_names(cfg, stored, label)
     chosen: dict[str, str] = {}
     for name, target in names.items():
         if target is not None and (target not in chosen or not name.endswith(OUTPUTS)):
@@ -139,7 +139,7 @@ def _is_spare(cfg: ModelConfig, full: str, wanted: Mapping[str, Shape]) -> bool:
     return packed and len(wanted.get(full.removesuffix("bias") + "weight", ())) == 2
 
 
-def _canonical(cfg: ModelConfig, name: str, wanted: Mapping[str, Shape], named: Callable[[str], str]) -> str | None:
+def _canonical(cfg: ModelConfig, name: str, wanted: Mapping[str, Shape], label: Callable[[str], str]) -> str | None:
     for full in _in_full(cfg, name):
         if full in wanted:
             return full
@@ -154,7 +154,7 @@ def _canonical(cfg: ModelConfig, name: str, wanted: Mapping[str, Shape], named: 
         else "Adapters, quantized weights and other heads are not supported."
     )
     raise InputError(
-        f"{named(name)} is not a tensor of a {cfg.model_type} language model as config.json describes it. {hint}"
+        f"{label(name)} is not a tensor of a {cfg.model_type} language model as config.json describes it. {hint}"
     )
 
 

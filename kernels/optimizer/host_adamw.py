@@ -300,11 +300,11 @@ class Workers:
             self._listed = []
             try:
                 yield
-                listed = self._listed
+                calls = self._listed
             finally:
                 self._listed = None
-            if listed:
-                self._run_list(*zip(*listed, strict=True))
+            if calls:
+                self._run_list(*zip(*calls, strict=True))
 
     def _run_list(self, works: Sequence[_ctypes.CFuncPtr], jobs: Sequence[ctypes.Structure]) -> None:
         assert self._lib is not None

@@ -137,11 +137,11 @@ def _walk(local: _Local) -> tuple[Tensor, Tensor, Tensor]:
     S = local.q.new_zeros(len(local.q), local.k.shape[-1], local.v.shape[-1])
     states, deltas = [], []
     last = local.G[:, :, -1:]
-    behind = (last - local.G).exp() * local.k
+    decayed = (last - local.G).exp() * local.k
     for c in range(local.q.shape[1]):
         states.append(S)
         deltas.append(local.U[:, c] if local.W is None else local.U[:, c] - local.W[:, c] @ S)
-        S = last[:, c].exp() * S + behind[:, c].mT @ deltas[-1]
+        S = last[:, c].exp() * S + decayed[:, c].mT @ deltas[-1]
     return torch.stack(states, 1), torch.stack(deltas, 1), S
 
 
@@ -238,9 +238,9 @@ def conv_bwd(
     d = upcast(dy) * s * (1 + pre * (1 - s))
     total, sums = torch.zeros_like(d), []
     for lag in reversed(range(weight.shape[1])):
-        inside = (docs.positions >= lag)[:, None]
-        sums.append((d * _shifted(upcast(x), lag) * inside).sum(0))
-        total += _shifted(d * inside * upcast(weight)[:, -1 - lag], -lag)
+        mask = (docs.positions >= lag)[:, None]
+        sums.append((d * _shifted(upcast(x), lag) * mask).sum(0))
+        total += _shifted(d * mask * upcast(weight)[:, -1 - lag], -lag)
     add_(dweight_, torch.stack(sums, 1))
     if dbias_ is not None:
         add_(dbias_, d.sum(0))

@@ -182,11 +182,11 @@ def _listed(keys: Keys, layers: int) -> tuple[int, ...]:
 
 
 def _among(keys: Keys, family: ExpertKeys, layers: int) -> tuple[int, ...]:
-    step, listed = keys.count("decoder_sparse_step", 1), keys.raw.get("mlp_only_layers")
-    listed = [*family.dense] if listed is None else listed
-    if not isinstance(listed, list) or any(type(i) is not int for i in listed):
+    step, layer_list = keys.count("decoder_sparse_step", 1), keys.raw.get("mlp_only_layers")
+    layer_list = [*family.dense] if layer_list is None else layer_list
+    if not isinstance(layer_list, list) or any(type(i) is not int for i in layer_list):
         raise keys.error("mlp_only_layers", "a list of layers")
-    return tuple(i for i in range(layers) if (i + 1) % step or i in set(listed))
+    return tuple(i for i in range(layers) if (i + 1) % step or i in set(layer_list))
 
 
 def _spaced(keys: Keys, layers: int) -> tuple[int, ...]:

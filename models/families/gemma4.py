@@ -56,21 +56,21 @@ def _attentions(keys: Keys, family: Family, heads: int, types: list[str], shared
 
     The keys of the second are in `per_layer_config` where transformers has written the file. shared: values are keys.
     """
-    listed = keys.raw.get("per_layer_config") or {}
-    global_keys = listed.get(str(types.index(GLOBAL))) if isinstance(listed, dict) else None
+    layer_keys = keys.raw.get("per_layer_config") or {}
+    global_keys = layer_keys.get(str(types.index(GLOBAL))) if isinstance(layer_keys, dict) else None
     global_keys = global_keys if isinstance(global_keys, dict) else {}
     renames = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_value_heads"}
     keys = Keys(keys.raw | {renames[key]: value for key, value in global_keys.items() if key in renames}, keys.source)
     if keys.raw.get("rope_parameters") is None:
         keys = Keys(keys.raw | {"rope_parameters": USUAL}, keys.source)
-    local, twice = keys.count("head_dim", family.head_dim), 2 * (family.head_dim or 1)
-    dim, usual = keys.count("global_head_dim", twice, null=twice), _kv_heads(keys, "num_key_value_heads", heads, heads)
+    local, double = keys.count("head_dim", family.head_dim), 2 * (family.head_dim or 1)
+    dim, n_kv = keys.count("global_head_dim", double, null=double), _kv_heads(keys, "num_key_value_heads", heads, heads)
     ropes = parse_ropes(keys, family, (dim, local), keys.count(family.spelled["max_positions"], family.max_positions))
     rope, local_rope = (replace(rope, width=n) for rope, n in zip(ropes, (dim, local), strict=True))
-    kv_heads = _kv_heads(keys, "num_global_key_value_heads", heads, usual) if shared else usual
+    kv_heads = _kv_heads(keys, "num_global_key_value_heads", heads, n_kv) if shared else n_kv
     window = keys.count("sliding_window", 512)
     return {
-        LOCAL: Attention(heads, usual, local, 1.0, local_rope, window, norm="head", values="normed"),
+        LOCAL: Attention(heads, n_kv, local, 1.0, local_rope, window, norm="head", values="normed"),
         GLOBAL: Attention(heads, kv_heads, dim, 1.0, rope, norm="head", values="keys" if shared else "normed"),
     }
 

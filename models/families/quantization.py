@@ -92,8 +92,8 @@ def _is_of(group: Any, carried: tuple[str, ...]) -> bool:
 
 
 def _unsupported(source: str, method: object, scope: str, key: str = "quantization_config") -> InputError:
-    named = isinstance(method, str) and method.isprintable() and len(method) < 60
-    description = f"quantized by {method}" if named else "quantized in a way that it does not name"
+    printable = isinstance(method, str) and method.isprintable() and len(method) < 60
+    description = f"quantized by {method}" if printable else "quantized in a way that it does not name"
     return InputError(
         f'{source}: "{key}" says that the weights are {description}, which is not supported {scope}. '
         "Take the BF16 original, or convert them."
@@ -227,8 +227,8 @@ def _alternatives(module: str) -> list[str]:
 
 def _left_out(keys: Keys, *key_names: str) -> list[str]:
     """The modules that are not quantized, by whichever key names them."""
-    spelled = ("modules_to_not_convert", "ignored_layers", *key_names)
-    name = next((name for name in spelled if keys.raw.get(name) is not None), spelled[0])
+    candidates = ("modules_to_not_convert", "ignored_layers", *key_names)
+    name = next((name for name in candidates if keys.raw.get(name) is not None), candidates[0])
     modules: Any = keys.raw.get(name) or []
     if not isinstance(modules, list) or any(type(module) is not str for module in modules):
         raise keys.error(name, "a list of names of modules")

@@ -42,8 +42,8 @@ def parse_ropes(keys: Keys, family: Family, head_dims: tuple[int, int], position
 
     They are equal unless the family has a local theta. Raises InputError.
     """
-    if odd := [n for n in head_dims if n % 2]:
-        raise InputError(f"{keys.source}: heads of {odd[0]} cannot be rotated; head_dim must be even.")
+    if odd_dims := [n for n in head_dims if n % 2]:
+        raise InputError(f"{keys.source}: heads of {odd_dims[0]} cannot be rotated; head_dim must be even.")
     inner, thetas = _parameters(keys, family), (family.theta, family.local_theta or family.theta)
     null, names = family.unrotated == "null", (family.spelled["theta"], family.local_theta_key)
     names = names if family.local_theta is not None else names[:1] * 2
@@ -66,9 +66,9 @@ def _parameters(keys: Keys, family: Family) -> tuple[Keys, Keys]:
     if family.local_theta is None:
         return flat, flat
     full, local = (_object(section("rope_parameters", params), params, kind) for kind in (GLOBAL, LOCAL))
-    if strange := params.keys() - {GLOBAL, LOCAL}:
+    if unknown := params.keys() - {GLOBAL, LOCAL}:
         raise InputError(
-            f'{keys.source}: rope_parameters: "{min(strange)}" is not supported outside "{GLOBAL}" and "{LOCAL}".'
+            f'{keys.source}: rope_parameters: "{min(unknown)}" is not supported outside "{GLOBAL}" and "{LOCAL}".'
         )
     if family.nested:
         keys.refuse_unless("rope_scaling", (None,))

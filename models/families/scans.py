@@ -213,10 +213,10 @@ def _limits(keys: Keys) -> tuple[float, float]:
 
 
 def _layers(
-    keys: Keys, name: str, layers: int, default: list[str], said: str = "", kinds: tuple[str, ...] = (FULL, LINEAR)
+    keys: Keys, name: str, layers: int, default: list[str], override: str = "", kinds: tuple[str, ...] = (FULL, LINEAR)
 ) -> list[bool]:
-    """Whether each layer has a recurrence, by the key `name`; by `default` if it is null or absent, or with `said`."""
-    types: Any = None if said else keys.raw.get(name)
+    """Whether each layer has a recurrence, by the key `name`; by `default` if null or absent, or with `override`."""
+    types: Any = None if override else keys.raw.get(name)
     kinds = tuple(LETTERS.values()) if name == BLOCK_TYPES else kinds
     if types is None:
         types = default
@@ -235,8 +235,8 @@ def block_types(raw: dict[str, Any], source: str) -> dict[str, Any]:
     keys, count_key = Keys(raw, source), "num_hidden_layers"
     types: Any = raw.get(BLOCK_TYPES)
     if types is None and isinstance(pattern := raw.get(PATTERN), str):
-        if strange := set(pattern) - set(LETTERS):
-            raise keys.error(PATTERN, f"letters of {''.join(LETTERS)}, not {min(strange)}")
+        if unknown := set(pattern) - set(LETTERS):
+            raise keys.error(PATTERN, f"letters of {''.join(LETTERS)}, not {min(unknown)}")
         types = [LETTERS[letter] for letter in pattern]
     if not isinstance(types, list) or not types or not all(isinstance(t, str) for t in types):
         raise keys.error(BLOCK_TYPES if PATTERN not in raw else PATTERN, "the kind of each layer")

@@ -117,8 +117,8 @@ def compare(pref: Preference, docs: Documents, logps: np.ndarray, kl: float | No
     if pref.method == "orpo":
         losses, by_good, by_bad = _orpo(pref, good, bad)
     elif pref.method == "ipo":
-        above = good - bad - 1 / (2 * pref.beta)
-        losses, by_good, by_bad = above**2, 2 * above, -2 * above
+        excess = good - bad - 1 / (2 * pref.beta)
+        losses, by_good, by_bad = excess**2, 2 * excess, -2 * excess
     else:
         z = pref.beta * (good - bad) - (pref.simpo_gamma if pref.method == "simpo" else 0.0)
         losses = -(1 - pref.label_smoothing) * _log_sigma(z) - pref.label_smoothing * _log_sigma(-z)

@@ -37,12 +37,12 @@ def layer_pairs(layers: Sequence[Layer], lengths: Sequence[int]) -> int:
 
 def recurrence_flops(spec: Scan, tokens: int) -> int:
     """FLOPs of one layer's recurrence in forward, by chunks of CHUNK tokens."""
-    within = spec.key_dim + spec.value_dim  # a token's products within a chunk
+    inner = spec.key_dim + spec.value_dim  # a token's products within a chunk
     states = 2 * spec.key_dim * spec.value_dim  # with the state: outputs, the next
     if spec.delta:  # with an inverse, and deltas
-        within += 2 * spec.key_dim + spec.value_dim + CHUNK
+        inner += 2 * spec.key_dim + spec.value_dim + CHUNK
         states += spec.key_dim * spec.value_dim
-    return 2 * tokens * spec.heads * (CHUNK * within + states)
+    return 2 * tokens * spec.heads * (CHUNK * inner + states)
 
 
 def mixer_flops(layer: Layer, tokens: int, pairs: int) -> int:

@@ -68,15 +68,15 @@ def norms(layer: Layer, *names: str) -> list[Group]:
 
 def _matrix(layer: Layer, *names: str) -> Group:
     """The matrices of a matmul."""
-    inside, outside = matmuls(layer)[names]
+    n_in, features = matmuls(layer)[names]
     return [
-        (f"{name}.weight", (inside, n) if layer.in_out else (n, inside)) for name, n in zip(names, outside, strict=True)
+        (f"{name}.weight", (n_in, n) if layer.in_out else (n, n_in)) for name, n in zip(names, features, strict=True)
     ]
 
 
 def _bias(layer: Layer, *names: str) -> Group:
-    _, outside = matmuls(layer)[names]
-    return [(f"{name}.bias", (n,)) for name, n in zip(names, outside, strict=True)]
+    _, features = matmuls(layer)[names]
+    return [(f"{name}.bias", (n,)) for name, n in zip(names, features, strict=True)]
 
 
 def _vector(name: str, n: int) -> Group:

@@ -196,8 +196,8 @@ def _inner(cfg: ModelConfig, u: int, tokens: int, dtype: str, grads: str, names:
     spec = shapes.unit(cfg, u).experts
     count = spec.count if spec else 0
     forward = _watched(owned, parts, lambda w: model.forward(cfg, u, w, x, rows, tensors, out, passed=passed), count)
-    back = lambda w: model.backward(cfg, u, w, g, x, tensors, dy, rows, dx, passed)
-    return forward, _watched(owned, reversed(parts), back, count)
+    run = lambda w: model.backward(cfg, u, w, g, x, tensors, dy, rows, dx, passed)
+    return forward, _watched(owned, reversed(parts), run, count)
 
 
 def _watched(owned: Any, parts: Iterable[Any], run: Callable[[Any], object], experts: int = 0) -> Usage:

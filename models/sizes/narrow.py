@@ -125,8 +125,8 @@ def in_file(name: str, numel: int) -> tuple[str, int]:
 
 def _of_experts(cfg: ModelConfig, group: Group) -> bool:
     """Whether these are matrices of all experts, or parts of packed ones."""
-    within = f".{cfg.names.mlp.experts}."
-    return within in group[0][0] and not group[0][0].endswith("_bias")
+    infix = f".{cfg.names.mlp.experts}."
+    return infix in group[0][0] and not group[0][0].endswith("_bias")
 
 
 @lru_cache(CACHED)

@@ -118,8 +118,8 @@ def on_disk(cfg: ModelConfig, name: str, shape: tuple[int, ...]) -> Group:
             return [(name, (shape[0], 1, shape[-1]))]
         parts = zip(cfg.names.mixer.convs, cfg.scan.parts, strict=True)
         return [(name.replace(cfg.names.mixer.conv, part), (rows, 1, shape[-1])) for part, rows in parts]
-    before, within, last = name.rpartition(f"{cfg.names.mlp.experts}.")
-    if len(shape) == 3 and cfg.names.mlp.stacked and within:
+    before, separator, last = name.rpartition(f"{cfg.names.mlp.experts}.")
+    if len(shape) == 3 and cfg.names.mlp.stacked and separator:
         return [(before + cfg.names.mlp.stacked[last == DOWN], shape)]
     if len(shape) < 3 or not (cfg.names.mlp.single and cfg.names.mlp.experts):
         return [(name, shape)]

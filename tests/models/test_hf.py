@@ -108,7 +108,7 @@ def test_a_missing_unknown_or_misshapen_tensor_is_named():
         ({}, ["0 tensors", "2 layers"]),
     ):
         with pytest.raises(InputError) as e:
-            canonical_names(LLAMA, bad, named=lambda name: f"FILE: {name}")
+            canonical_names(LLAMA, bad, label=lambda name: f"FILE: {name}")
         assert all(word in str(e.value) for word in ("FILE: ", *words)), str(e.value)
 
 
