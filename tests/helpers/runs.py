@@ -144,12 +144,12 @@ def hold(step: int, change: Callable[[object, str, object], None] = setattr) -> 
     change(Stop, "ask", heard)
 
 
-def wait_for(out: Path | str, step: int) -> None:
-    """Waits until a run has logged a step."""
+def wait_for(out: Path | str, step: int, why: Callable[[], object] = str) -> None:
+    """Waits until a run has logged a step; `why`: what is said if it never does."""
     end = time.monotonic() + 120
     while not Path(out, "log.jsonl").exists() or max(losses(Path(out)), default=0) < step:
-        assert time.monotonic() < end
-        time.sleep(0.02)
+        assert time.monotonic() < end, why()
+        time.sleep(0.01)
 
 
 def free_port() -> int:
@@ -214,10 +214,7 @@ class HostRun:
 
     def reach(self, step: int) -> None:
         """Waits for a step in host 0's log."""
-        end = time.monotonic() + 120
-        while not (self.out / "log.jsonl").exists() or max(losses(self.out), default=0) < step:
-            assert time.monotonic() < end, self.errors()
-            time.sleep(0.01)
+        wait_for(self.out, step, self.errors)
 
     def kill(self, host: int, how: int) -> None:
         os.kill(self.processes.pids[host], how)
