@@ -99,7 +99,7 @@ class Source:
     def read(self, name: str) -> np.ndarray:
         """A tensor's bytes, (nbytes,) uint8. Raises StoreError."""
         t = self.place(name)
-        return self.bytes_of(t.file, t.offset, t.nbytes) if t.file else joined(self.values(name), None).view(np.uint8)
+        return self.bytes_of(t.file, t.offset, t.nbytes) if t.file else concat(self.values(name), None).view(np.uint8)
 
     def place(self, name: str) -> SourceTensor:
         """Where a tensor is stored."""
@@ -282,7 +282,7 @@ def convert(values: np.ndarray, dtype: str, to: str) -> np.ndarray:
     return rounded
 
 
-def joined(pieces: Iterable[np.ndarray], dtype: str | None = "F32") -> np.ndarray:
+def concat(pieces: Iterable[np.ndarray], dtype: str | None = "F32") -> np.ndarray:
     """Elements in pieces, each of which is valid until the next, as a new array in `dtype`; None: in theirs."""
     return np.concatenate([np.array(convert(p, dtype_of(p), dtype) if dtype else p) for p in pieces])
 

@@ -119,7 +119,7 @@ def take(paths: Sequence[Path], auxiliary: Sequence[str], stack: ExitStack, undo
         before = _read(path, IDENTITY) or _read(path, FINISHED)
         made.append(tuple(str(folder.absolute()) for folder in new) or (before.made if before else ()))
     for path in _finished(paths):
-        finish(path)
+        remove_part(path)
     for path in paths:
         if is_taken(path, paths[0]):
             raise StoreError(errno.EEXIST, "holds a run already; resume it or choose another", str(path))
@@ -137,12 +137,12 @@ def sign(
     name = uuid.uuid4().hex
     for k, path in enumerate(paths):
         undo.callback(remove_folders, [path / FOLDER])
-        undo.callback(finish, path)
+        undo.callback(remove_part, path)
         (path / FOLDER).mkdir(exist_ok=True)
         write_identity(path, Identity(name, k, len(paths), tuple(auxiliary), run, made[k]))
 
 
-def remove(paths: Sequence[Path], progress: Callable[[int], object] = lambda _: None) -> None:
+def remove_store(paths: Sequence[Path], progress: Callable[[int], object] = lambda _: None) -> None:
     """Removes a store whose locks are held, with its locks and the folders made for it.
 
     If it is killed, the store is marked finished, and `remove_finished` completes it.
@@ -157,14 +157,14 @@ def remove(paths: Sequence[Path], progress: Callable[[int], object] = lambda _: 
     remove_folders(sorted(made, key=lambda folder: len(folder.parts), reverse=True))
 
 
-def is_finished(path: Path, run: str) -> bool:
+def is_half_removed(path: Path, run: str) -> bool:
     """Whether the removal of this run's store was started and not completed. True also if the mark cannot be read."""
     return (path / FINISHED).exists() and (not (known := _read(path, FINISHED)) or known.run == run)
 
 
 def remove_finished(paths: Sequence[Path], run: str = "") -> None:
     """Completes the removal of a run's store. Raises StoreError if it is in use."""
-    parts = [path for path in paths if is_finished(path, run) or not (path / FINISHED).exists()]
+    parts = [path for path in paths if is_half_removed(path, run) or not (path / FINISHED).exists()]
     discard(_finished(parts))
     for path in (path for path in parts if (path / LOCK).exists() and not _holds_store(path)):
         with suppress(StoreError):  # another run begins one there
@@ -176,10 +176,10 @@ def discard(paths: Sequence[Path], progress: Callable[[int], object] = lambda _:
     with ExitStack() as stack:
         for path in paths:
             lock_folder(path, stack)
-        remove(paths, progress)
+        remove_store(paths, progress)
 
 
-def finish(path: Path) -> None:
+def remove_part(path: Path) -> None:
     """Removes a folder's part of a store. Its lock stays held."""
     _mark_finished(path)
     _erase(path)

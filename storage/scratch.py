@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 NAME = "scratch"  # until unlinked
 STRIPE = 4 << 20  # bytes on a device in turn
-Move = Callable[[File, int, memoryview], Future[None]]
+Transfer = Callable[[File, int, memoryview], Future[None]]
 
 
 class Scratch:
@@ -63,7 +63,7 @@ class Scratch:
         for file in self.files:
             file.close()
 
-    def _move(self, moves: Sequence[Move], offset: int, buffer: Buffer) -> Future[None]:
+    def _move(self, moves: Sequence[Transfer], offset: int, buffer: Buffer) -> Future[None]:
         """Moves the parts of a buffer. `moves`: the read or write of each device."""
         assert self.files, "scratch space was not claimed"
         view = memoryview(buffer).cast("B")

@@ -47,7 +47,7 @@ SHARD = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 
 
 @dataclass(frozen=True)
-class Record:
+class ShardRecord:
     """A shard in a snapshot. For each stripe, `files` has the id of its file and `sums` its checksum."""
 
     layout: Layout
@@ -70,7 +70,7 @@ class Snapshot:
     step: int
     extra: dict[str, Any]
     auxiliary: dict[str, str]  # name -> checksum
-    shards: dict[str, Record]
+    shards: dict[str, ShardRecord]
 
     @property
     def folder(self) -> str:
@@ -152,7 +152,7 @@ def erase(folder: Path, snapshot: Snapshot | None = None) -> None:
     that of its manifest, which goes last; without one it was only partly made, and its files are known by their kind.
     """
     with suppress(OSError, ValueError, KeyError, TypeError):
-        snapshot = snapshot or parse(read_small(folder / MANIFEST, LARGEST))
+        snapshot = snapshot or parse_manifest(read_small(folder / MANIFEST, LARGEST))
     if snapshot is None:
         known = [path for pattern in ("*.safetensors", "*.partial") for path in folder.glob(pattern)]
         known += [folder / name for name in _auxiliary(folder)]
@@ -191,7 +191,7 @@ def load(first: Path) -> list[Snapshot]:
 def _read(folder: Path) -> Snapshot:
     path = folder / MANIFEST
     try:
-        snapshot = parse(read_small(path, LARGEST))
+        snapshot = parse_manifest(read_small(path, LARGEST))
         if snapshot.folder != folder.name:
             raise ValueError(f"it is the one of {snapshot.folder}")
         return snapshot
@@ -212,7 +212,7 @@ def way_back(folder: Path) -> str:
     return f"{NONE_OLDER}: {NO_WAY_BACK}"
 
 
-def check(snapshot: Snapshot, devices: Sequence[Path]) -> None:
+def check_files(snapshot: Snapshot, devices: Sequence[Path]) -> None:
     """Raises StoreError unless every file has its size and header, and every auxiliary file its checksum.
 
     Data of shards is checked when it is read. If a copy of the run split a hard link, the snapshot's file counts.
@@ -277,7 +277,7 @@ def _to_json(snapshot: Snapshot) -> dict[str, Any]:
     return head | {"auxiliary": snapshot.auxiliary, "shards": shards}
 
 
-def parse(manifest: bytes) -> Snapshot:
+def parse_manifest(manifest: bytes) -> Snapshot:
     """The snapshot of a manifest. Raises ValueError if it is not as it was written or names files elsewhere, StoreError
     for another format.
     """
@@ -294,7 +294,7 @@ def may_be_auxiliary(name: str) -> bool:
     return is_auxiliary(name) and name not in (MANIFEST, INDEX)
 
 
-def _record(name: str, r: dict[str, Any]) -> Record:
+def _record(name: str, r: dict[str, Any]) -> ShardRecord:
     if not SHARD.fullmatch(name):
         raise ValueError(f"{name!r} is not the name of a shard")
     stripes = tuple(
@@ -302,4 +302,4 @@ def _record(name: str, r: dict[str, Any]) -> Record:
         for s in r["stripes"]
     )
     files, sums = (tuple(s[key] for s in r["stripes"]) for key in ("file", "sum"))
-    return Record(parse_tensors(r["tensors"]), r["weights"], stripes, files, sums)
+    return ShardRecord(parse_tensors(r["tensors"]), r["weights"], stripes, files, sums)

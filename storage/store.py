@@ -122,7 +122,7 @@ class Store(Shards):
     def _adopt(self, loaded: list[snapshots.Snapshot]) -> None:
         snapshots.clean(self.paths, {s.folder for s in loaded})
         for snapshot in loaded:
-            snapshots.check(snapshot, self.paths)
+            snapshots.check_files(snapshot, self.paths)
         records = [record for snapshot in loaded for record in snapshot.shards.values()]
         self._versions.adopt(
             {key: stripe.capacity for r in records for key, stripe in zip(r.keys, r.stripes, strict=True)}
@@ -156,7 +156,7 @@ class Store(Shards):
             shard = self.shards[name]
             assert versions or not shard.stripes, f"{name} was never written"
             files, sums = tuple(v.id for v in versions), tuple(v.sum for v in versions)
-            records[name] = snapshots.Record(shard.layout, shard.weights, shard.stripes, files, sums)
+            records[name] = snapshots.ShardRecord(shard.layout, shard.weights, shard.stripes, files, sums)
         sequence = self.snapshots[-1].sequence + 1 if self.snapshots else 1
         snapshot = snapshots.Snapshot(sequence, step, extra, self._auxiliary, records)
         try:
@@ -223,7 +223,7 @@ class Store(Shards):
 
         progress(0) is called for each file.
         """
-        folders.remove(self.paths, progress)
+        folders.remove_store(self.paths, progress)
         self.close()
 
     def __enter__(self) -> Store:

@@ -32,7 +32,7 @@ BUDGETS = {
     "engine/planner/**": 3828,
     "engine/hosts/**": 474,
     "engine/check/**": 1200,
-    "engine/data/**": 4328,  # 4290; turns in which tools answer 19, advice that loses no column 17, a prompt that ends 2
+    "engine/data/**": 4324,  # 4290; turns in which tools answer 19, advice that loses no column 13, others 2
     "engine/tuning/**": 2310,  # 1900; merging in the own format and on a GPU, training for it, packed ones to --base
     "engine/run/**": 5330,  # 5000; the page, --general, env, merge --data, --merge-aware: about 330
     "scripts/**": 3014,  # 2600; the harness for lm-eval 223, new_model.py 110, random_model.py 85

@@ -21,7 +21,7 @@ from trireme.engine.placement import Entry, Placement
 from trireme.engine.plan import DoesNotFit, Limits, Plan
 from trireme.engine.planner.predict import Batch, predict
 from trireme.engine.planner.rates import Rates
-from trireme.engine.planner.rule import Placement as Where
+from trireme.engine.planner.rule import TierChoice as Where
 from trireme.engine.planner.rule import Wanted, simple_plan
 from trireme.engine.planner.sizes import find_model
 from trireme.engine.queues.real import RealQueues

@@ -40,7 +40,7 @@ _LIKELY = {  # columns that --map is advised for, if it then reads the row
 _WHOLE = re.compile(r"-?\d{1,18}")
 
 
-class Read(NamedTuple):
+class RowContent(NamedTuple):
     """What a row says. `examples`: one, or of a pair the good and the bad answer. `weight`: below 0 of a bad labelled
     answer. `value`: the number of the class, or the margin by which a good answer is better.
     """
@@ -75,9 +75,9 @@ def parse_map(text: str | None) -> dict[str, str]:
     return renames
 
 
-def read(
+def read_row(
     raw: Fields, renames: Mapping[str, str], kind: Kind, classes: Mapping[str, int] | None = None, table: bool = False
-) -> Read:
+) -> RowContent:
     """What a row of a file says. `renames`: those of --map. `classes`: number by word, none of unlabelled rows.
     `table`: as of normal. Raises BadRow, RecursionError.
     """
@@ -96,7 +96,7 @@ def read(
     raise BadRow(fault + advice)
 
 
-def _read(row: Fields, mapped: Collection[str], kind: Kind, classes: Mapping[str, int]) -> Read:
+def _read(row: Fields, mapped: Collection[str], kind: Kind, classes: Mapping[str, int]) -> RowContent:
     """`row`: normal; `mapped`: our names that --map gives. Raises BadRow."""
     forms.check_row(row)
     weight, margin = _number(row, "weight", 1e-6), _number(row, "margin", -1e6) if kind == "rewards" else None
@@ -109,7 +109,7 @@ def _read(row: Fields, mapped: Collection[str], kind: Kind, classes: Mapping[str
         if pair is None:
             raise _unknown(row, PAIRS)
         examples = pair.read(row)
-        return Read(pair.name, examples, forms.unused_of(row, pair, examples[0], used_keys), weight, value)
+        return RowContent(pair.name, examples, forms.unused_of(row, pair, examples[0], used_keys), weight, value)
     form = forms.find_form(row, FORMS, mapped)
     if kind == "" or form is None:
         _refuse_preferences(row, pair, form)
@@ -128,7 +128,7 @@ def _read(row: Fields, mapped: Collection[str], kind: Kind, classes: Mapping[str
         example = _last(example)
         weight *= _labelled(_word(row["label"]).strip().lower(), SIGNS)
     unused = forms.unused_of(row, form, example, [*used_keys, "label"] if kind else used_keys)
-    return Read(f"{form.name},label" if kind else form.name, [example], unused, weight, value)
+    return RowContent(f"{form.name},label" if kind else form.name, [example], unused, weight, value)
 
 
 def _number(row: Mapping[str, Any], key: str, minimum: float) -> float | None:

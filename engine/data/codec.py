@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from trireme.engine.data.encode import Encoded, check, encode, size
+from trireme.engine.data.encode import Encoded, check_text, encode_examples, size_of
 from trireme.engine.data.forms import Chat, Example
 from trireme.engine.data.read import BadRow
 from trireme.engine.data.template import ALPACA
@@ -185,7 +185,7 @@ class Pending(NamedTuple):
     last: bool = True  # of its row
 
 
-def encoded(
+def encode_batches(
     codec: Codec | None, batches: Iterable[list[Pending]], nbytes: int
 ) -> Iterator[tuple[list[Pending], Encoded]]:
     """Yields batches with their tokens, in order; one that lost its process in batches of one row. A file of `nbytes`
@@ -193,7 +193,7 @@ def encoded(
     Died.
     """
     if codec is None:
-        yield from ((batch, encode([pending.example for pending in batch], None, None)) for batch in batches)
+        yield from ((batch, encode_examples([pending.example for pending in batch], None, None)) for batch in batches)
         return
     waiting = deque[tuple[list[Pending], Future[Encoded]]]()
     workers = min(WORKERS, 1 + nbytes // SHARE)
@@ -215,7 +215,7 @@ def _results(codec: Codec, batch: list[Pending], future: Future[Encoded]) -> Ite
         try:
             result = codec.call(_Programs.encode, [pending.example])
         except RecursionError:  # while it is sent
-            result = encode([], None, None)._replace(lengths=[0], faults={0: "is nested too deeply"})
+            result = encode_examples([], None, None)._replace(lengths=[0], faults={0: "is nested too deeply"})
         except Died as error:
             error.row = pending.number
             raise
@@ -254,15 +254,15 @@ class _Programs:
         return hashlib.sha256(json.dumps(sorted(ids.items())).encode()).hexdigest()
 
     def encode(self, examples: Sequence[Example]) -> Encoded:
-        return encode(examples, self._tokenizer, self._template, _limit)
+        return encode_examples(examples, self._tokenizer, self._template, _limit)
 
     def prompt(self, prompt: str | Chat) -> np.ndarray:
         """(n,) int32 of a text to continue, or of messages to answer. Raises BadRow."""
         if isinstance(prompt, Chat) and self._template is None:
             raise BadRow("messages need a chat template, and there is none. Give --chat-template plain, or a text")
-        _limit(len(prompt) if isinstance(prompt, str) else size(prompt))
+        _limit(len(prompt) if isinstance(prompt, str) else size_of(prompt))
         text = self._template.prompt(prompt) if self._template and isinstance(prompt, Chat) else str(prompt)
-        check(text)
+        check_text(text)
         (tokens,) = self._tokenizer.encode([text])
         if isinstance(tokens, BadRow):
             raise tokens

@@ -23,12 +23,12 @@ from trireme.engine.data import documents
 from trireme.engine.data.answers import labels_in, parse_map
 from trireme.engine.data.codec import Codec
 from trireme.engine.data.documents import is_text
-from trireme.engine.data.find import DataFile, Rows, Sources, find, spool
-from trireme.engine.data.prepare import DataOptions, Preparation, Progress
-from trireme.engine.data.summary import FileReport, Report, counted, example_text, notes_on
+from trireme.engine.data.find import DataFile, FileRows, Sources, find, spool
+from trireme.engine.data.prepare import DataOptions, OnRead, Preparation
+from trireme.engine.data.summary import FileReport, Report, example_text, notes_on, row_lines
 from trireme.engine.data.tables import class_names
 from trireme.engine.data.taught import Teacher
-from trireme.engine.data.tokens import TokenFile, decode, tidy
+from trireme.engine.data.tokens import TokenFile, tidy, unpack_tokens
 from trireme.models.config import InputError
 from trireme.models.losses.micro_batch import IGNORED, MicroBatch
 from trireme.storage.temporary import Temporary
@@ -169,14 +169,14 @@ class Dataset:
         starts, lengths = pieces["start"].astype(np.int64), pieces["length"] + goes_on.astype(np.int64)
         places = zip(pieces["file"].tolist(), starts.tolist(), (starts + lengths).tolist(), strict=True)
         stored = [self.files[file].read(start, stop) for file, start, stop in places]
-        ids, trained = decode(np.concatenate(stored))
+        ids, trained = unpack_tokens(np.concatenate(stored))
         labels = np.append(np.where(trained[1:], ids[1:], IGNORED), IGNORED).astype(np.int32)
         last = np.cumsum(lengths) - 1
         labels[last] = IGNORED
         if self.options.scored:
             classes = self._values(pieces) if self.options.kind == "classes" else 0
             labels[:] = IGNORED
-            labels[scored(ids, lengths, self.options.pad)] = classes
+            labels[score_places(ids, lengths, self.options.pad)] = classes
         mask = np.ones(len(ids), bool)
         mask[last[goes_on]] = False  # the token after a piece is a label alone
         return ids[mask], labels[mask]
@@ -190,7 +190,7 @@ class Dataset:
         return result
 
 
-def scored(ids: np.ndarray, lengths: np.ndarray, pad: int | None) -> np.ndarray:
+def score_places(ids: np.ndarray, lengths: np.ndarray, pad: int | None) -> np.ndarray:
     """The token of each document that a score head reads: the last one that is not `pad`, else the first.
 
     This is how transformers finds it, whose batches end with padding. ids: of documents with these lengths, one after
@@ -205,7 +205,7 @@ def scored(ids: np.ndarray, lengths: np.ndarray, pad: int | None) -> np.ndarray:
 
 
 def load_dataset(
-    sources: Sequence[str], codec: Codec | None, options: DataOptions, progress: Progress = lambda *_: None
+    sources: Sequence[str], codec: Codec | None, options: DataOptions, progress: OnRead = lambda *_: None
 ) -> Dataset:
     """Reads, tokenizes (or finds in the cache), holds out, cuts and packs.
 
@@ -265,7 +265,7 @@ def find_labels(sources: Sequence[str], map: str | None) -> tuple[str, ...]:
     files, renames = [file for text in sources for file in find(text).files], parse_map(map)
     column = next((theirs for theirs, ours in renames.items() if ours == "label"), "label")
     named = next(filter(None, (class_names(path, column) for file in files for path in file.files)), ())
-    return labels_in((row.value for file in files for row in Rows(file.files)), renames, named)
+    return labels_in((row.value for file in files for row in FileRows(file.files)), renames, named)
 
 
 def parse_val(val: str | None) -> tuple[float, list[DataFile]]:
@@ -294,15 +294,15 @@ def _lay_out(
         FileReport(str(source), source.weight, file.meta, i in weighed["file"][:, 0])
         for i, (source, file) in enumerate(zip(named, files, strict=True))
     )
-    report = Report(reports, counted(rows, options), replace(fitted, pieces=fitted.pieces[:0]), options, 0, 0.0)
+    report = Report(reports, row_lines(rows, options), replace(fitted, pieces=fitted.pieces[:0]), options, 0, 0.0)
     if not len(fitted.pieces):
         file, start, length, *_ = rows[0, 0].tolist()
-        ids, trained = decode(files[file].read(start, start + min(length, 60)))
+        ids, trained = unpack_tokens(files[file].read(start, start + min(length, 60)))
         raise InputError(
             f"no row of {len(rows):,} is left: {'; '.join(report.losses()) or 'their weight leaves none'}. "
             f"The first row begins: {example_text(ids, trained, codec)}"
         )
-    pieces, bounds = documents.packed(fitted.pieces, options.room, options.pack, options.scored)
+    pieces, bounds = documents.pack_rows(fitted.pieces, options.room, options.pack, options.scored)
     n = len(bounds) - 1
     filled = float(pieces["length"].sum()) / (n * options.room)
     return Dataset(files, pieces, bounds, options, codec, replace(report, sequences=n, used=filled))

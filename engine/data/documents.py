@@ -12,7 +12,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from trireme.engine.data.tokens import TokenFile, decode
+from trireme.engine.data.tokens import TokenFile, unpack_tokens
 from trireme.models.config import InputError
 
 # Tokens [start, start + length) of a file, `trained` of them learned.
@@ -123,7 +123,7 @@ def fit(rows: np.ndarray, files: Sequence[TokenFile], seq_len: int, long: str | 
     keep = np.ones(len(pieces), bool)
     for i in np.flatnonzero(np.repeat(longer & ~text, width)[document]):
         file, first, n_tokens, goes_on, _ = pieces[i].tolist()
-        keep[i] = decode(files[file].read(first + 1, first + n_tokens + goes_on))[1].any()
+        keep[i] = unpack_tokens(files[file].read(first + 1, first + n_tokens + goes_on))[1].any()
     complete: np.ndarray = np.asarray(keep.reshape(-1, width).all(1))
     lost, n_split = int((~complete & ~split[document[::width] // width]).sum()), int(split.sum())
     dropped = n_longer if long == "drop" else 0
@@ -139,7 +139,7 @@ def is_text(file: TokenFile) -> bool:
     return [*file.meta["forms"]] == ["text"]
 
 
-def packed(pieces: np.ndarray, room: int, together: bool, scored: bool) -> tuple[np.ndarray, np.ndarray]:
+def pack_rows(pieces: np.ndarray, room: int, together: bool, scored: bool) -> tuple[np.ndarray, np.ndarray]:
     """(pieces (m,) in the order of sequences, bounds (sequences + 1,)).
 
     pieces (n, documents of a row). `together`: several rows in a sequence of `room` tokens. A text may end in a piece

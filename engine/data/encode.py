@@ -26,7 +26,7 @@ class Encoded(NamedTuple):
     unread: tuple[str, ...]  # keys that the template does not write
 
 
-def encode(
+def encode_examples(
     examples: Sequence[Example],
     tokenizer: Tokenizer | None,
     template: ChatTemplate | None,
@@ -63,12 +63,12 @@ def encode(
     return Encoded(ids, trained, lengths, faults, counts, tuple(unread))
 
 
-def size(example: Example) -> int:
+def size_of(example: Example) -> int:
     """About the number of characters; it bounds a batch and its time. Raises RecursionError."""
     return 4 * len(example.ids) if isinstance(example, Ids) else len(repr(example))
 
 
-def check(text: str) -> None:
+def check_text(text: str) -> None:
     """Raises BadRow where `text` is too long or no Unicode: JSON may hold half of a surrogate pair."""
     fault = f"comes to a text of {len(text):,} characters; the most is {ROW:,}" if len(text) > ROW else ""
     try:
@@ -93,9 +93,9 @@ def _marked(example: Example, template: ChatTemplate | None, limit: Callable[[in
     else:
         assert template, "prepare.py takes the plain form of conversations where there is none"
         assert not isinstance(example, Ids)
-        limit(size(example))
+        limit(size_of(example))
         marked = template.mark(example)
-    check(marked.text)
+    check_text(marked.text)
     return marked
 
 

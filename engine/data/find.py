@@ -210,7 +210,7 @@ def _unread(name: str, files: Sequence[Path], unread: Mapping[str, int]) -> list
 # ---------------------------------------------------------------- rows
 
 
-class Rows:
+class FileRows:
     """The rows of files that are read one after another. `most`: rows of each file, the first ones.
 
     `position` of `size` bytes are read; `unit` is what Row.number counts, "line" or "row". Reading raises InputError.
@@ -247,12 +247,12 @@ class Rows:
         lines = kind in OBJECTS and read.holds_lines(path)
         self.unit = "row" if kind in (*COLUMNS, *OBJECTS) and not lines else self.unit
         with path.open("rb") as raw:
-            self._raw, file = raw, read.unpacked(path, raw)
+            self._raw, file = raw, read.decompressed(path, raw)
             if kind in COLUMNS:
                 yield from column_rows(path, file, kind == ".arrow")
             elif kind in (".csv", ".tsv"):
                 yield from csv_rows(file, kind == ".tsv")
             elif kind in TEXTS:
-                yield from read.documents(file)
+                yield from read.text_rows(file)
             else:
                 yield from read.json_lines(file) if lines else read.json_values(file)

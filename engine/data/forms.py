@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from trireme.engine.data import messages
 from trireme.engine.data.messages import LEARNED, MASKED, NUMBERS, ROLES, is_message, read_message, role_of
-from trireme.engine.data.read import EMPTY, BadRow, Fields, json_of, kind_of, refuse_media, typed, unread_keys
+from trireme.engine.data.read import EMPTY, BadRow, Fields, json_of, json_type, refuse_media, typed, unread_keys
 
 TALK = ("system", "tools", "functions", "chat_template_kwargs")  # beside messages
 MASKS = ("completion_mask", "assistant_masks", "assistant_mask", "loss_mask", "loss_masks")  # of ids, 1: trained
@@ -195,7 +195,7 @@ def messages_of(row: Mapping[str, Any], column: str) -> list[Any]:
         value = [dict(zip(value or {}, cells, strict=True)) for cells in zip(*lists, strict=True)]
     value = [value] if is_message(value) else value
     if not isinstance(value, list) or not value or not all(isinstance(turn, dict) for turn in value):
-        raise BadRow(f"{column!r} is {kind_of(value)}, expected a list of {{role, content}}, or that as JSON")
+        raise BadRow(f"{column!r} is {json_type(value)}, expected a list of {{role, content}}, or that as JSON")
     return value
 
 
@@ -244,10 +244,6 @@ def _has_content(message: Fields) -> bool:
 
 
 # ---------------------------------------------------------------- forms
-
-
-def _text(row: Fields) -> Text:
-    return completion("", string(row, "text"), "'text'")
 
 
 def completion(prompt: str, answer: str, name: str = "'completion'") -> Text:
@@ -329,7 +325,7 @@ def _integers(row: Fields, key: str, n: int = 0, flags: bool = False) -> list[in
     right = kinds <= ({int, bool} if flags else {int}) and not (flags and not {*values} <= {0, 1})
     if not values or not right or len(values) != (n or len(values)):
         expected = f"a list of {f'{n} ' if n else ''}whole numbers{', 0 or 1' if flags else ''}"
-        raise BadRow(f"{key!r} is {kind_of(values)}, expected {expected}")
+        raise BadRow(f"{key!r} is {json_type(values)}, expected {expected}")
     return values
 
 
@@ -339,5 +335,5 @@ FORMS = (
     Form("input_ids", ("input_ids",), _ids, (*MASKS, *PLACES)),
     Form("prompt,completion", ("prompt", "completion"), _prompt_completion),
     Form("alpaca", ("instruction", "output"), alpaca, (*HISTORY, *TALK)),
-    Form("text", ("text",), _text),
+    Form("text", ("text",), lambda row: completion("", string(row, "text"), "'text'")),
 )

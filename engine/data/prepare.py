@@ -12,19 +12,19 @@ from zlib import adler32, crc32
 import numpy as np
 
 from trireme.engine.amounts import count
-from trireme.engine.data.answers import PAIRED, SCORED, Kind, classes_of, read
-from trireme.engine.data.codec import Codec, Died, Pending, encoded
+from trireme.engine.data.answers import PAIRED, SCORED, Kind, classes_of, read_row
+from trireme.engine.data.codec import Codec, Died, Pending, encode_batches
 from trireme.engine.data.documents import counterparts
-from trireme.engine.data.encode import Encoded, size
-from trireme.engine.data.find import DataFile, Rows
+from trireme.engine.data.encode import Encoded, size_of
+from trireme.engine.data.find import DataFile, FileRows
 from trireme.engine.data.forms import Chat, Example, Ids, Text, with_system
 from trireme.engine.data.read import BadRow, Row
 from trireme.engine.data.template import ALPACA
-from trireme.engine.data.tokens import TokenFile, Writer, decode, digest, key_of, opened
+from trireme.engine.data.tokens import TokenFile, Writer, digest_of, key_of, open_tokens, unpack_tokens
 from trireme.models.config import InputError
 from trireme.storage.untrusted import shown
 
-Progress = Callable[[str, int, int], None]  # (file name, bytes read, size)
+OnRead = Callable[[str, int, int], None]  # (file name, bytes read, size)
 _BATCH_ROWS, _BATCH_CHARACTERS = 1024, 1 << 21
 _FIRST_ROWS = 8  # of the first batch; each has twice as many: templates may take seconds a row
 _NAMED = 20  # unused keys reported
@@ -76,16 +76,16 @@ class Preparation:
     codec: Codec | None
     renames: dict[str, str]  # of --map, theirs: ours
     folder: Path  # of tokens
-    progress: Progress
+    progress: OnRead
 
     def tokens(self, source: DataFile) -> TokenFile:
         """The tokens of a file, from the cache or made now. Raises InputError for bad rows."""
         key = self._key(source)
-        return opened(self.folder, key) or _File(self, source).write(self.folder, key)
+        return open_tokens(self.folder, key) or _File(self, source).write(self.folder, key)
 
     def _key(self, source: DataFile) -> str:
         o, label = self.options, f"{source.path.name} (checksum)"
-        content = digest(source.files, lambda done: self.progress(label, done, source.size))
+        content = digest_of(source.files, lambda done: self.progress(label, done, source.size))
         facts = (self.codec.facts.tokenizer, self.codec.facts.template) if self.codec else None
         labels = o.labels if o.kind == "classes" else None
         rows = (self.renames, o.skip_bad, o.max_samples, o.media, o.system, o.variables, o.kind, labels)
@@ -98,7 +98,7 @@ class _File:
     def __init__(self, preparation: Preparation, source: DataFile):
         self.how, self.options, self.source = preparation, preparation.options, source
         self.vocabulary = preparation.codec.facts.vocab_size if preparation.codec else 1 << 31
-        self.rows = Rows(source.files, self.options.max_samples)
+        self.rows = FileRows(source.files, self.options.max_samples)
         self.classes = classes_of(self.options.labels)
         self.documents = list[tuple[np.ndarray, np.ndarray, Pending]]()  # of the row that is being written
         self.fault = ""  # of that row
@@ -122,7 +122,7 @@ class _File:
         """The tokens of all rows. Raises InputError if rows are bad, or none is good."""
         self.writer, encoding = Writer(folder, key), True
         try:
-            for batch, codes in encoded(self.how.codec, self._batches(), self.rows.size):
+            for batch, codes in encode_batches(self.how.codec, self._batches(), self.rows.size):
                 self._put_all(batch, codes)
                 self.how.progress(self.source.path.name, self.rows.position, self.rows.size)
             encoding = False
@@ -162,9 +162,9 @@ class _File:
             if isinstance(row.value, BadRow):
                 raise row.value
             self.absent -= row.value.keys()
-            content = read(row.value, self.how.renames, self.options.kind, self.classes, self.source.is_table)
+            content = read_row(row.value, self.how.renames, self.options.kind, self.classes, self.source.is_table)
             examples = [self._completed(example, row) for example in content.examples]
-            sizes = [size(example) for example in examples]
+            sizes = [size_of(example) for example in examples]
         except (BadRow, RecursionError) as error:
             self._reject(row.number, "is nested too deeply" if isinstance(error, RecursionError) else str(error))
             return
@@ -266,7 +266,7 @@ class _File:
 
         def parts(i: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
             """The prompt, the answer, and which tokens of the answer are trained."""
-            ids, trained = decode(file.read(int(file.offsets[i]), int(file.offsets[i + 1])))
+            ids, trained = unpack_tokens(file.read(int(file.offsets[i]), int(file.offsets[i + 1])))
             begins = int(trained.argmax())
             return ids[:begins], ids[begins:], trained[begins:]
 

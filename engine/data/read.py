@@ -72,7 +72,7 @@ def unread_keys(fields: Mapping[str, Any], read: Container[str]) -> list[str]:
     return [key for key, value in fields.items() if key not in read and value not in EMPTY]
 
 
-def kind_of(value: object) -> str:
+def json_type(value: object) -> str:
     """The type of a value, by JSON's names."""
     names = {dict: "an object", str: "a string", bool: "a boolean", type(None): "null", int: "a number"}
     names |= {float: "a number", list: f"a list of {len(value)}" if isinstance(value, list) else ""}
@@ -82,7 +82,7 @@ def kind_of(value: object) -> str:
 def typed(value: Any, kind: type | tuple[type, ...], name: str, expected: str) -> Any:
     """The value. Raises BadRow if it is not of that type."""
     if not isinstance(value, kind):
-        raise BadRow(f"{name} is {kind_of(value)}, expected {expected}")
+        raise BadRow(f"{name} is {json_type(value)}, expected {expected}")
     return value
 
 
@@ -141,7 +141,7 @@ def _foreign(line: bytes, name: str, suffix: str) -> str:
     return ""
 
 
-def unpacked(path: Path, raw: BinaryIO) -> BinaryIO:
+def decompressed(path: Path, raw: BinaryIO) -> BinaryIO:
     """The bytes of a file. Raises InputError if a package for it is not installed; reading raises ERRORS."""
     if path.suffix.lower() == ".zst":
         return io.BufferedReader(import_pyarrow(path).CompressedInputStream(raw, "zstd"), _PART)
@@ -195,13 +195,13 @@ def fault_of(error: Exception) -> str:
 
 
 def _object(value: object) -> Fields | BadRow:
-    return value if isinstance(value, dict) else BadRow(f"holds {kind_of(value)}, expected an object")
+    return value if isinstance(value, dict) else BadRow(f"holds {json_type(value)}, expected an object")
 
 
 def holds_lines(path: Path) -> bool:
     """Whether a file of OBJECTS has one a line: not an array, nor objects of several lines."""
     with path.open("rb") as raw:
-        file = unpacked(path, raw)
+        file = decompressed(path, raw)
         lines = filter(None, (line.strip(_BOM + _SPACE) for line in iter(lambda: file.readline(ROW), b"")))
         first = next(lines, b"")
         if first[:1] != b"{":
@@ -263,7 +263,7 @@ def json_values(file: BinaryIO) -> Iterator[Row]:
 # ---------------------------------------------------------------- running text
 
 
-def documents(file: BinaryIO) -> Iterator[Row]:
+def text_rows(file: BinaryIO) -> Iterator[Row]:
     """Yields pieces of documents, which end at SEPARATOR. A piece begins with a line that does not begin with a space,
     if there is one where it may begin.
     """

@@ -42,7 +42,7 @@ class FileReport(NamedTuple):
         return f"{self.name}: {count(m['rows'], 'row')}, {form}{weight}{bad}{unused}"
 
 
-def counted(rows: np.ndarray, options: DataOptions) -> tuple[str, ...]:
+def row_lines(rows: np.ndarray, options: DataOptions) -> tuple[str, ...]:
     """Lines on rows, (n > 0, documents of a row) DOCUMENT, before weights and cuts."""
     tokens, learned = int(rows["length"].sum()), int(rows["trained"].sum())
     p50, p99, longest = np.percentile(rows["length"], [50, 99, 100])

@@ -39,7 +39,7 @@ class Taught(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Names:
+class ScoreIndex:
     """The content of scores.json: the model, tokenizer and data that scores are of."""
 
     folder: Path
@@ -54,7 +54,7 @@ def is_scores(path: str | Path) -> bool:
     return (Path(path) / NAMES).is_file()
 
 
-def read_names(folder: str | Path) -> Names:
+def read_index(folder: str | Path) -> ScoreIndex:
     """Reads scores.json. Raises InputError if the scores cannot teach."""
     path = Path(folder) / NAMES
     try:
@@ -65,7 +65,7 @@ def read_names(folder: str | Path) -> Names:
     if fault or content["format"] != FORMAT or not content["top_k"]:
         form = f"its content{fault}" if fault else f"expected {FORMAT!r} with top-k tokens, which distillation needs"
         raise InputError(f"{path} cannot be used: {form}. Score the data again, with --top-k 64.")
-    return Names(Path(folder), content["model"], content["tokenizer"], content["top_k"], tuple(content["sources"]))
+    return ScoreIndex(Path(folder), content["model"], content["tokenizer"], content["top_k"], tuple(content["sources"]))
 
 
 # ---------------------------------------------------------------- files
@@ -142,7 +142,7 @@ class Teacher:
         return Taught(*(np.concatenate(tables) for tables in zip(*rows, strict=True)))
 
 
-def places_of(files: Sequence[TokenFile], pieces: np.ndarray) -> np.ndarray:
+def document_places(files: Sequence[TokenFile], pieces: np.ndarray) -> np.ndarray:
     """(pieces, 2) int64: the number of a piece's document among those of all files, and its first token in it."""
     first = np.cumsum([0, *(file.n_documents for file in files)])
     result = np.zeros((len(pieces), 2), np.int64)
@@ -153,7 +153,7 @@ def places_of(files: Sequence[TokenFile], pieces: np.ndarray) -> np.ndarray:
     return result
 
 
-def taught_by(names: Names, data: Dataset, vocab: int) -> Teacher:
+def taught_by(names: ScoreIndex, data: Dataset, vocab: int) -> Teacher:
     """The teacher's rows for each piece: those of the scored piece that begins at the same token. Raises InputError if
     a piece has none, or other labels.
     """

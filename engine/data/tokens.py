@@ -39,7 +39,7 @@ _TRAINED, _SIZE = np.uint32(1 << 31), 4  # the bit, and bytes of a token
 _TABLES = ("offsets", "trained", "weights", "values")
 
 
-def digest(paths: Iterable[Path], tell: Callable[[int], object]) -> str:
+def digest_of(paths: Iterable[Path], tell: Callable[[int], object]) -> str:
     """SHA-256 of files. `tell` is called with the number of bytes read so far."""
     value, nbytes = hashlib.sha256(), 0
     for path in paths:
@@ -83,14 +83,14 @@ class TokenFile:
         return np.searchsorted(self.offsets, tokens, side="right") - 1
 
     def read(self, start: int, stop: int) -> np.ndarray:
-        """Tokens [start, stop) as stored, for `decode`. Raises OSError; StoreError if the file was cut."""
+        """Tokens [start, stop) as stored, for `unpack_tokens`. Raises OSError; StoreError if the file was cut."""
         block = os.pread(self.fd, (stop - start) * _SIZE, start * _SIZE)
         if len(block) < (stop - start) * _SIZE:
             raise StoreError(errno.EIO, "was cut while the run was reading it", str(self.path))
         return np.frombuffer(block, "<u4")
 
 
-def decode(stored: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def unpack_tokens(stored: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """(ids int32, trained bool) of tokens as stored."""
     return (stored & ~_TRAINED).astype(np.int32), stored >= _TRAINED
 
@@ -149,7 +149,7 @@ class Writer:
         self._scratch.close()
 
 
-def opened(folder: Path, key: str) -> TokenFile | None:
+def open_tokens(folder: Path, key: str) -> TokenFile | None:
     """Opens a file of tokens; None if it is not there or not intact."""
     path = folder / f"{key}.tokens"
     try:

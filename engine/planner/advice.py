@@ -16,7 +16,7 @@ from trireme.engine.amounts import gb, percent, seconds, whole_gib
 from trireme.engine.plan import DoesNotFit
 from trireme.engine.planner.choose import first_plan
 from trireme.engine.planner.forecast import Forecast
-from trireme.engine.planner.gpus import fp8_rate
+from trireme.engine.planner.gpus import sheet_fp8_rate
 from trireme.engine.planner.rates import DRIVE_SHARE, RAM_SHARE, TB
 from trireme.engine.planner.rule import Wanted
 from trireme.models.config import ModelConfig
@@ -70,7 +70,7 @@ def _gains(f: Forecast, ways: Iterator[Way]) -> list[Change]:
 
 def _options(f: Forecast, models: Models, sequences: int, resumes: bool) -> Iterator[Way]:
     cfg, rates = f.cfg, f.machine.rates
-    rates = replace(rates, fp8=rates.fp8 or fp8_rate(f.machine.name, rates.matmul))
+    rates = replace(rates, fp8=rates.fp8 or sheet_fp8_rate(f.machine.name, rates.matmul))
     other = cfg.fp8 or cfg.packing or f.plan.dtype != "BF16"  # than multiplications of bf16
     if rates.fp8 and f.step.bound == "compute" and not (other or resumes):
         in_fp8 = replace(f, cfg=replace(cfg, fp8=True), machine=replace(f.machine, rates=rates))

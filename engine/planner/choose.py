@@ -82,7 +82,7 @@ def nearby(cfg: ModelConfig, limits: Limits, rates: Rates, wanted: Wanted, plan:
     same = replace(plan, n_micro=first.n_micro, adam_bits=first.adam_bits, late_moments=late, host=first.host)
     for start in (first, rule.fill_ram(s.geo, same, limits) if s.fits(same) else first):
         s.simulate(rule.longer_pieces(s.geo, start, limits))
-    s.decide(partial(placed, parts=(1.0,)))
+    s.decide(partial(placements, parts=(1.0,)))
     return s.best
 
 
@@ -145,7 +145,7 @@ def sizes(s: Search, plan: Plan) -> Iterable[Plan]:
         yield from s.rule(Strategy(x, state), size)
 
 
-def placed(s: Search, plan: Plan, parts: Sequence[float] = (1.0, 0.5)) -> Iterable[Plan]:
+def placements(s: Search, plan: Plan, parts: Sequence[float] = (1.0, 0.5)) -> Iterable[Plan]:
     """Inputs and state as in `sizes`, each with `parts` of the saved tensors that fit in RAM there."""
     streams = any(unit.update == "gpu" for unit in plan.units)
     for x, state in product(INPUTS, (0.0, 1.0)) if s.geo.cfg.lora is None else ():
@@ -241,7 +241,7 @@ def lent(s: Search, plan: Plan) -> Iterable[Plan]:
     units = [u for u, unit in enumerate(plan.units) if unit.gpu != peer and 0 < u < s.geo.head]
     plain, steps = plan.changed(units, saved=(), peer=peer), s.moves(plan)
     moved = lambda n: search.with_moves(s.geo, plain, steps, n, in_ram=0, beyond="peer", only=units)
-    yield moved(rule.largest(search.count(s.geo, steps), lambda n: fits(s.geo, moved(n), s.limits)))
+    yield moved(rule.largest(search.count_moves(s.geo, steps), lambda n: fits(s.geo, moved(n), s.limits)))
 
 
 def fuller(s: Search, plan: Plan) -> Iterable[Plan]:
@@ -259,5 +259,5 @@ def fuller(s: Search, plan: Plan) -> Iterable[Plan]:
 
 
 DECISIONS: tuple[Decision, ...] = (
-    sizes, placed, late, swapped, driven, base, lent, fuller, share, late, finer,
+    sizes, placements, late, swapped, driven, base, lent, fuller, share, late, finer,
 )  # fmt: skip

@@ -10,12 +10,12 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Literal, get_args
 
-Part = Literal[
+RunPart = Literal[
     "imports", "headers", "tokens", "probe", "plan", "load", "compile", "reference", "steps",
     "evaluations", "samples", "snapshots", "export", "check", "close",
 ]  # fmt: skip
-PARTS: tuple[Part, ...] = get_args(Part)
-Times = Mapping[Part, float]  # seconds
+PARTS: tuple[RunPart, ...] = get_args(RunPart)
+Times = Mapping[RunPart, float]  # seconds
 
 
 class Clock:
@@ -23,9 +23,9 @@ class Clock:
 
     def __init__(self, now: Callable[[], float] = time.monotonic, began: float | None = None):
         self.now, self.began = now, now() if began is None else began
-        self.spent: dict[Part, float] = dict.fromkeys(PARTS, 0.0)
-        self.last: dict[Part, float] = {}  # seconds of the last time in a part
-        self.times: Counter[Part] = Counter()
+        self.spent: dict[RunPart, float] = dict.fromkeys(PARTS, 0.0)
+        self.last: dict[RunPart, float] = {}  # seconds of the last time in a part
+        self.times: Counter[RunPart] = Counter()
 
     @property
     def whole(self) -> float:
@@ -37,7 +37,7 @@ class Clock:
         return self.whole - sum(self.spent.values())
 
     @contextmanager
-    def at(self, part: Part) -> Iterator[None]:
+    def at(self, part: RunPart) -> Iterator[None]:
         """A context whose time counts for `part`, without the time of inner parts."""
         began, counted = self.now(), sum(self.spent.values())
         try:

@@ -22,7 +22,7 @@ from trireme.storage.shards import IN_FLIGHT
 
 
 @dataclass(frozen=True)
-class Work:
+class RunWork:
     """What a run computes: its steps, their sequences and tokens, evaluations."""
 
     seq_len: int
@@ -68,7 +68,7 @@ class Forecast:
     plan: Plan
     machine: Machine
     limits: Limits
-    work: Work
+    work: RunWork
     files: Files = field(default_factory=Files)
 
     @cached_property

@@ -9,7 +9,7 @@ from itertools import product
 from trireme.engine.buffers import fits
 from trireme.engine.geometry import Geometry, geometry
 from trireme.engine.plan import Limits, Plan, UnitPlan
-from trireme.engine.planner.rule import Between, all_cuts, base_to_gpu, fill_ram, refusal, wider_window
+from trireme.engine.planner.rule import BetweenTier, all_cuts, base_to_gpu, fill_ram, refusal, wider_window
 from trireme.models.config import ModelConfig
 
 
@@ -44,7 +44,7 @@ def forward_plan(
 def _lowest(geo: Geometry, sizes: Sequence[tuple[int, int]], gpus: int, peers: bool) -> Iterable[Plan]:
     """Plans with all frozen weights on the SSD, those with the largest buffers first. Adapters stay on their GPU."""
     unit = UnitPlan(base="ssd" if any(layout.tensors for layout in geo.base) else "gpu")
-    betweens: tuple[Between, ...] = ("gpu", "ram") if gpus == 1 or peers else ("ram",)
+    betweens: tuple[BetweenTier, ...] = ("gpu", "ram") if gpus == 1 or peers else ("ram",)
     betweens = ("gpu",) if geo.slices else betweens
     for between, (window, ram_window), (tokens, n_micro) in product(betweens, ((2, 2), (1, 2), (1, 1)), sizes):
         plan = Plan(

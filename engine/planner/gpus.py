@@ -97,7 +97,7 @@ def at_rate(gpu: Gpu, tflops: float) -> Gpu:
     return replace(gpu, matmul=tflops * 1e12, fp8=gpu.fp8 * share)
 
 
-def fp8_rate(name: str, matmul: float) -> float:
+def sheet_fp8_rate(name: str, matmul: float) -> float:
     """FLOP/s of an fp8 matmul of the GPU of that name, by its sheet next to `matmul` in bf16; 0: none, or unknown."""
     with suppress(ValueError):
         return at_rate(find_gpu(name), matmul / 1e12).fp8

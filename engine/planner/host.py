@@ -251,7 +251,7 @@ def resident() -> int:
     return round_up(nbytes, 64 << 20)
 
 
-def hold_to(limits: Limits, device: torch.device) -> None:
+def limit_torch(limits: Limits, device: torch.device) -> None:
     """Makes torch refuse CUDA memory beyond the limit and its reserve."""
     for gpu, place in enumerate(gpus_from(device, limits.gpus)) if device.type == "cuda" else ():
         total = torch.cuda.get_device_properties(place).total_memory
@@ -270,6 +270,6 @@ def drive_of(folder: str | Path) -> int:
     return existing(folder).stat().st_dev
 
 
-def places_of(folders: Sequence[str | Path]) -> list[Path]:
+def one_per_drive(folders: Sequence[str | Path]) -> list[Path]:
     """One existing folder on each of the drives."""
     return list({drive_of(folder): existing(folder) for folder in folders}.values())

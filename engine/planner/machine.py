@@ -16,7 +16,7 @@ import torch
 from trireme.engine.amounts import percent
 from trireme.engine.memory import DTYPE
 from trireme.engine.plan import Limits
-from trireme.engine.planner.host import are_equal, gpus_from, places_of
+from trireme.engine.planner.host import are_equal, gpus_from, one_per_drive
 from trireme.engine.planner.probe import cache, compute, copies, drive, processor
 from trireme.engine.planner.rates import DRIVES, ENDURANCE, GB, Machine, Rates, rates_of, reserved
 from trireme.models.config import Scan
@@ -39,25 +39,25 @@ def this_machine(
     """
     cuda = device.type == "cuda"
     measure = partial(_alone, device, dtype, limits)
-    measured, origin = cache.cached(cache.chips_now(device, dtype), measure) if cuda else (measure(), "measured")
+    measured, origin = cache.look_up(cache.chips_now(device, dtype), measure) if cuda else (measure(), "measured")
     if fp8:
         quick = lambda: {"fp8": compute.fp8_rate(device)}
-        measured |= cache.cached(cache.chips_now(device, "FP8"), quick)[0] if cuda else quick()
+        measured |= cache.look_up(cache.chips_now(device, "FP8"), quick)[0] if cuda else quick()
     if scan and cuda:  # a CPU takes seconds
         shares = lambda: compute.scan_shares(device, DTYPE[dtype], scan, measured["matmul"])
         shape = {"scan": [scan.key_heads, scan.heads, scan.key_dim, scan.value_dim, scan.delta]}
-        measured |= cache.cached(cache.chips_now(device, dtype) | shape, shares)[0]
+        measured |= cache.look_up(cache.chips_now(device, dtype) | shape, shares)[0]
     if cuda and limits.gpus > 1:
         several = {"gpus": limits.gpus, **cache.chips_now(device, "copies of several GPUs")}
-        measured |= cache.cached(several, lambda: copies.several_rates(gpus_from(device, limits.gpus), limits.ram))[0]
+        measured |= cache.look_up(several, lambda: copies.several_rates(gpus_from(device, limits.gpus), limits.ram))[0]
     mixed = cuda and not are_equal(device, limits.gpus)
     name = torch.cuda.get_device_name(device) if cuda else f"CPU, {len(os.sched_getaffinity(0))} cores"
     if mixed:  # all are taken to be as fast as the slowest
         gpus = gpus_from(device, limits.gpus)
-        of_gpus = [cache.cached(cache.chips_now(gpu, dtype), partial(_alone, gpu, dtype, limits))[0] for gpu in gpus]
+        of_gpus = [cache.look_up(cache.chips_now(gpu, dtype), partial(_alone, gpu, dtype, limits))[0] for gpu in gpus]
         measured |= min(of_gpus, key=lambda rates: rates["matmul"])
         name = " + ".join(map(torch.cuda.get_device_name, gpus))
-    places, usual = places_of(folders), DRIVES["gen4"]
+    places, usual = one_per_drive(folders), DRIVES["gen4"]
     disks, count = [shutil.disk_usage(place) for place in places], len(places)
     room, worn = sum(disk.free for disk in disks), ENDURANCE * sum(disk.total for disk in disks)
     rates = rates_of(measured | {"ssd_read": count * usual.read, "ssd_write": count * usual.write})
@@ -81,8 +81,8 @@ def with_drives(machine: Machine, folders: Sequence[str | Path], anew: bool = Fa
     an earlier run.
     """
     try:
-        places = places_of(folders)
-        tried = [cache.cached(drive.identity(place), partial(drive.drive_rates, place), anew) for place in places]
+        places = one_per_drive(folders)
+        tried = [cache.look_up(drive.identity(place), partial(drive.drive_rates, place), anew) for place in places]
     except OSError:
         return machine
     read, write = (sum(stored[name] for stored, _ in tried) for name in ("ssd_read", "ssd_write"))
@@ -117,7 +117,7 @@ def pinnable(device: torch.device) -> float:
 
 def note_drives(rates: Rates, folders: Sequence[str | Path]) -> None:
     """Stores the rates that the drives sustain in steps, as a share of the measured ones, for the next run."""
-    stored = {place: cache.remembered(drive.identity(place)) for place in places_of(folders)}
+    stored = {place: cache.remembered(drive.identity(place)) for place in one_per_drive(folders)}
     measured = sum(r["ssd_read"] for r in stored.values() if r)
     for place in stored if all(stored.values()) else ():
         cache.remember(_sustained(place), {"share": rates.ssd_read / measured})

@@ -25,10 +25,10 @@ MARGIN = {"gpu": 1.0, "ram": 1.25}  # a message advises this multiple of the mis
 LATE_TOKENS = 12_000  # tokens of a step from which moments are written apart from weights
 SLICES = 2, 4, 8, 16, 32  # numbers of slices of a layer's frozen experts that are tried
 
-Between = Literal["gpu", "ram"]  # of x and dx
+BetweenTier = Literal["gpu", "ram"]  # of x and dx
 Waiting = Literal["ram", "ssd"]  # of gradients, for the norm
-Placement = Literal["auto", "gpu", "ram", "ssd", "state-ssd"]
-LOWEST: dict[Placement, tuple[Tier, Tier]] = {  # of weights, of state
+TierChoice = Literal["auto", "gpu", "ram", "ssd", "state-ssd"]
+LOWEST: dict[TierChoice, tuple[Tier, Tier]] = {  # of weights, of state
     "auto": ("ssd", "ssd"),
     "gpu": ("gpu", "gpu"),
     "ram": ("ram", "ram"),
@@ -58,7 +58,7 @@ class Wanted:
     mode: Mode = "forward"
     record: int = 1 << 24
     adam_bits: int = 32
-    placement: Placement = "auto"  # or the tier of weights and state; "state-ssd": weights in RAM
+    placement: TierChoice = "auto"  # or the tier of weights and state; "state-ssd": weights in RAM
     cuts: Sequence[Cut] = ()  # divisions that are tried in this order; none: all that the model allows
     on_cuda: bool = True
     document: int = 1024  # tokens of a usual document
@@ -175,7 +175,7 @@ def _lowest_plans(geo: Geometry, wanted: Wanted, strategy: Strategy) -> Iterable
     slots = ((2, half, 2), (2, half // 8, 2), (1, half // 8, 2), (1, 1, 1))
     may_spill = state == "ssd" and wanted.mode != "backward" and wanted.hosts == 1
     gradients: tuple[Waiting, ...] = ("ram", "ssd") if may_spill else ("ram",)
-    betweens: tuple[Between, ...] = ("gpu", "ram") if wanted.gpus == 1 or wanted.peers else ("ram",)
+    betweens: tuple[BetweenTier, ...] = ("gpu", "ram") if wanted.gpus == 1 or wanted.peers else ("ram",)
     betweens = ("gpu",) if geo.slices else betweens
     for waiting, between, rings, (tokens, n_micro) in product(gradients, betweens, slots, wanted.sizes):
         apart = wanted.on_cuda and wanted.mode == "forward" and geo.adam_bits == 32 and tokens * n_micro >= LATE_TOKENS

@@ -140,14 +140,14 @@ def moves(geo: Geometry, batch: Batch, rates: Rates) -> list[Move]:
     return sorted(steps, key=lambda move: -float(f"{move.seconds / move.nbytes:.6g}"))
 
 
-def count(geo: Geometry, steps: Sequence[Move]) -> int:
+def count_moves(geo: Geometry, steps: Sequence[Move]) -> int:
     """Moves of all units."""
     return sum(geo.kinds.count(move.kind) for move in steps)
 
 
 def most_in_ram(geo: Geometry, plan: Plan, limits: Limits, steps: Sequence[Move]) -> int:
     """The largest number of moves whose tensors fit in RAM."""
-    return largest(count(geo, steps), lambda n: fits(geo, with_moves(geo, plan, steps, n), limits))
+    return largest(count_moves(geo, steps), lambda n: fits(geo, with_moves(geo, plan, steps, n), limits))
 
 
 def with_most_on_gpu(

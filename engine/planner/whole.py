@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from trireme.engine.buffers import usage
-from trireme.engine.planner.clock import Part, Times
+from trireme.engine.planner.clock import RunPart, Times
 from trireme.engine.planner.forecast import Forecast
 from trireme.engine.planner.predict import Prediction, predict_evaluation
 from trireme.engine.planner.rates import DRIVES, Rates
@@ -38,14 +38,14 @@ class Events:
     longest: float = math.inf  # seconds of each
 
 
-def estimated_parts(f: Forecast, steps: int, events: Events, known: Times | None = None) -> dict[Part, float]:
+def estimated_parts(f: Forecast, steps: int, events: Events, known: Times | None = None) -> dict[RunPart, float]:
     """Seconds of each part except compilation.
 
     `known`: measured seconds of one event of a part, which replace the estimate.
     """
     known = known or {}
 
-    def all_of(part: Part, times: int, estimate: Callable[[], float]) -> float:
+    def all_of(part: RunPart, times: int, estimate: Callable[[], float]) -> float:
         return times * (known[part] if part in known else estimate()) if times else 0.0
 
     read, write, pinning_s = _rates(f).ssd_read, _rates(f).ssd_write, usage(f.geo, f.plan)["ram"] / _rates(f).pin
@@ -80,7 +80,7 @@ def _gathered_s(f: Forecast) -> float:
     return seconds
 
 
-def written(f: Forecast, steps: int, events: Events) -> dict[str, int]:
+def written_bytes(f: Forecast, steps: int, events: Events) -> dict[str, int]:
     """Bytes that the run writes to drives, by what writes them."""
     part, evaluated = f.disk_parts(), 0.0
     if events.evaluations and events.held_out and f.plan.uses("ssd"):

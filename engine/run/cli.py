@@ -224,8 +224,8 @@ def of_a_run(values: Mapping[str, Any]) -> Options:
         if not world().host:
             folder.check_resumable(run)
         path, values = run / "config.yaml", {**values, "resume": str(run), "out": str(run)}
-    text = world().texts("" if world().host else config_file.text_of(path))[0]  # of host 0
-    stored, chosen = config_file.read(path, text)
+    text = world().texts("" if world().host else config_file.text_in(path))[0]  # of host 0
+    stored, chosen = config_file.parse_options(path, text)
     if {"epochs", "max_steps"} & values.keys():  # the length is given by one of them
         stored = {name: value for name, value in stored.items() if name not in ("epochs", "max_steps")}
     options = Options.of({**stored, **values}, f"{path}: ")

@@ -37,11 +37,11 @@ def _plain(option: Mapping[str, Any], value: Any) -> Any:
         return None
     if "path" in option["kind"] and not re.fullmatch(option["words"], value):  # a path, a pattern or PATH:WEIGHT
         is_on_hub = hub.name_of(value) or hub.name_of(value, of_data=True)
-        return value if is_on_hub else hub.written(os.path.abspath(value))  # noqa: PTH100 (keeps links)
+        return value if is_on_hub else hub.as_saved(os.path.abspath(value))  # noqa: PTH100 (keeps links)
     return str(value) if isinstance(value, Every) else f"{value}B" if option["parse"] is gib_size else value
 
 
-def write(options: Options) -> bytes:
+def content(options: Options) -> bytes:
     """The config.yaml: first what the user chose, then the rest."""
     values = {name: value for name, value in saved(options).items() if value not in (None, [])}
     parts = [{n: v for n, v in values.items() if (n in options.chosen) is first} for first in (True, False)]
@@ -49,7 +49,7 @@ def write(options: Options) -> bytes:
     return (FIRST + REST.join(texts)).encode()
 
 
-def text_of(path: Path) -> str:
+def text_in(path: Path) -> str:
     """The text of a file of options. Raises InputError."""
     try:
         return read_text(path)
@@ -57,7 +57,7 @@ def text_of(path: Path) -> str:
         raise InputError(f"{path}: no file of options: {why(error)}.") from None
 
 
-def read(path: Path, text: str) -> tuple[dict[str, Any], frozenset[str]]:
+def parse_options(path: Path, text: str) -> tuple[dict[str, Any], frozenset[str]]:
     """The values in the text of a file, for Options.of, and the names that a user chose. Raises InputError."""
     try:
         wrong, node = "no lines such as `batch-size: 16`", yaml.compose(text, yaml.SafeLoader)
@@ -79,18 +79,18 @@ def of_run(path: Path) -> Options | None:
     """The options of the run that wrote a model into `path`: its OUT, OUT/step-N or OUT/merged."""
     for file in (path / "config.yaml", path.absolute().parent / "config.yaml"):
         if is_own(file):
-            return Options.of(read(file, text_of(file))[0], f"{file}: ")
+            return Options.of(parse_options(file, text_in(file))[0], f"{file}: ")
     return None
 
 
 def is_own(path: Path) -> bool:
     """Whether a file is the config.yaml of a run."""
     with suppress(InputError):
-        return text_of(path).startswith(FIRST)
+        return text_in(path).startswith(FIRST)
     return False
 
 
-def changes(now: Options, before: Mapping[str, Any], fixed: bool = False) -> list[str]:
+def changed(now: Options, before: Mapping[str, Any], fixed: bool = False) -> list[str]:
     """A line for each option that differs from `before`, which `saved` gave. `fixed`: of those that are set, and that a
     resumed run cannot change.
     """

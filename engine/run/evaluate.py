@@ -96,7 +96,7 @@ class Evaluator:
         for step, losses in self.losses("evaluating", [data], stopped, rows, correct, parts):
             if preference:
                 docs += [mb.of_docs for mb in step if mb.of_docs]
-                logps += in_order(step, losses)
+                logps += logps_in_order(step, losses)
             sums = [float(loss.double().sum()) for loss in losses]
             total += reduce(add, world().numbers(sums, self.e.plan.n_micro))
             weight, trained = weight + sum(mb.weight for mb in step), trained + sum(mb.trained for mb in step)
@@ -112,7 +112,7 @@ class Evaluator:
     def logps(self, data: Sequence[Dataset], stopped: Stopped = lambda: False) -> list[float]:
         """Log-probabilities of all documents, in order; fewer if `stopped()`."""
         steps = self.losses("the reference", data, stopped)
-        return [logp for step, losses in steps for logp in in_order(step, losses)]
+        return [logp for step, losses in steps for logp in logps_in_order(step, losses)]
 
     def samples(self, data: Dataset, codec: Codec | None, n: int, stopped: Stopped) -> list[tuple[str, str, bool]]:
         """Beginnings of `n` documents, as long as memory allows, each with its greedy continuation, and whether the
@@ -130,14 +130,14 @@ class Evaluator:
         return [(prompt, codec.decode(ids), bool(ids) and ids[-1] in eos) for prompt, ids in shown]
 
 
-def documents(step: Sequence[InRam]) -> list[list[Documents]]:
+def documents_by_host(step: Sequence[InRam]) -> list[list[Documents]]:
     """The documents of each host's micro-batches."""
     return [[mb.of_docs for mb in share if mb.of_docs] for share in shares(step, world().hosts)]
 
 
-def in_order(step: Sequence[InRam], losses: Sequence[torch.Tensor]) -> list[float]:
+def logps_in_order(step: Sequence[InRam], losses: Sequence[torch.Tensor]) -> list[float]:
     """The log-probabilities of the documents of a step, from the losses of all hosts' micro-batches."""
-    group, docs = world(), documents(step)
+    group, docs = world(), documents_by_host(step)
     pairs = zip(docs[group.host], losses, strict=False)
     logps = [logp for mb, x in pairs for logp in mb.sums(x.cpu().numpy())]
     return group.numbers(logps, sum(len(mb.lengths) for share in docs for mb in share))

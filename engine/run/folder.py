@@ -82,7 +82,7 @@ class Folder:
 
     def write_config(self, options: Options) -> None:
         if not world().host:
-            files.replace_synced(self.out / "config.yaml", config_file.write(options))
+            files.replace_synced(self.out / "config.yaml", config_file.content(options))
 
     def note(self, state: State) -> None:
         """Writes how far the run has come."""
@@ -194,7 +194,7 @@ class Folder:
 
 def named(o: Options) -> Options:
     """The options with an output folder: without --out runs/NAME, or the first free one of runs/NAME-2, -3 ..."""
-    name = "demo" if o.demo else o.shape or (hub.title(o.model) if o.model else "run")
+    name = "demo" if o.demo else o.shape or (hub.model_title(o.model) if o.model else "run")
     names = (f"runs/{name}" + f"-{n}" * (n > 1) for n in range(1, 1 << 20))
     return o if o.out else replace(o, out=next(name for name in names if not Path(name).exists()))
 
@@ -212,7 +212,7 @@ def check_free(out: Path) -> None:
 
 
 @contextmanager
-def opened(options: Options) -> Iterator[Folder]:
+def open_folder(options: Options) -> Iterator[Folder]:
     """A context with the locked folder of a run: of --resume, or a new one, of which all is removed if the run fails
     before its first step. Raises InputError, StoreError.
     """

@@ -25,7 +25,7 @@ from trireme.engine.data.taught import PLACE
 from trireme.engine.data.tokenizer import read_choice
 from trireme.engine.hosts.group import world
 from trireme.engine.plan import DoesNotFit, Limits, Plan
-from trireme.engine.planner.forecast import Files, Forecast, Work
+from trireme.engine.planner.forecast import Files, Forecast, RunWork
 from trireme.engine.planner.host import drive_of
 from trireme.engine.planner.machine import this_machine
 from trireme.engine.planner.rates import Machine, reserved
@@ -35,7 +35,7 @@ from trireme.engine.run.after import hub
 from trireme.engine.run.opening import bytes_of, read_data
 from trireme.engine.run.options import Every, Options, flag
 from trireme.engine.run.planning import Planner, computer
-from trireme.engine.run.record import Fixed, Snapshot
+from trireme.engine.run.record import Fixed, RunSnapshot
 from trireme.engine.tuning.adapters import adapter_shapes
 from trireme.engine.tuning.base import why_copied
 from trireme.engine.tuning.cached import Cached
@@ -68,7 +68,7 @@ class Job:
     plan: Plan
     limits: Limits
     machine: Machine
-    work: Work
+    work: RunWork
     files: Files
     date: str | None  # that chat templates take for today
     launches: Mapping[str, Sequence[int]]  # settings of kernels
@@ -126,15 +126,15 @@ class Job:
     def forecast(self) -> Forecast:
         return Forecast(self.cfg, self.plan, self.machine, self.limits, self.work, self.files)
 
-    def fixed(self, snapshot: Snapshot | None) -> Fixed:
+    def fixed(self, snapshot: RunSnapshot | None) -> Fixed:
         """What a resumed run keeps of this one; checksums of files are those that it began with."""
-        same = *identity(self.cfg, self.source), fingerprint(self.data), self.date
+        same = *identity_of(self.cfg, self.source), fingerprint(self.data), self.date
         files = dict(snapshot.fixed.base) if snapshot else {}
         teacher, launches = self.data.teacher.key if self.data.teacher else "", tuned.digest(self.launches)
         return Fixed(self.plan, *same, launches, files, teacher)
 
 
-def make(o: Options, snapshot: Snapshot | None = None, by_rule: bool = False) -> Job:
+def make(o: Options, snapshot: RunSnapshot | None = None, by_rule: bool = False) -> Job:
     """Reads and checks what the options name, and makes the plan, which is the same on all hosts. `snapshot`: where the
     run goes on. `by_rule`: without a search, which takes seconds. Raises InputError, CheckpointError, DoesNotFit.
     """
@@ -144,12 +144,12 @@ def make(o: Options, snapshot: Snapshot | None = None, by_rule: bool = False) ->
     with clock.at("headers"):
         opened = opening.open_model(o, today)
         o = replace(o, labels=opened.labels, seq_len=opening.sequence_length(o, opened.cfg))
-        if fixed and identity(opened.cfg, opened.source) != (fixed.config, fixed.tensors):
+        if fixed and identity_of(opened.cfg, opened.source) != (fixed.config, fixed.tensors):
             raise InputError(f"--resume {o.out}: {o.model} is not what the run began with. Name its checkpoint.")
     with clock.at("probe"):
         device, limits, assumed = computer(o, opened.cfg)
         launches = {} if assumed else launches_on(device, fixed)
-    room = DataOptions(o.seq_len or 0, kind=opening.kind_of(o)).room
+    room = DataOptions(o.seq_len or 0, kind=opening.row_kind(o)).room
     planner = Planner(o, opened.cfg, room, device.type == "cuda", limits, fixed)
     with clock.at("plan"):
         if not planner.user_plan:  # before the data is read, of which there may be a single sequence
@@ -165,7 +165,7 @@ def make(o: Options, snapshot: Snapshot | None = None, by_rule: bool = False) ->
     stores = folder.stores(o)
     files, limits = files_of(o, opened, work), planner.limits_for(work.sequences)
     with clock.at("probe"):
-        machine = assumed or measured(device, planner.dtype, limits, stores, opened.cfg)
+        machine = assumed or probe(device, planner.dtype, limits, stores, opened.cfg)
         if group.hosts > 1:
             machine = replace(machine, rates=replace(machine.rates, net=group.bandwidth()))  # type: ignore[attr-defined]
     with clock.at("plan"):
@@ -189,7 +189,7 @@ def launches_on(device: torch.device, fixed: Fixed | None) -> Mapping[str, Seque
     return launches
 
 
-def measured(device: torch.device, dtype: str, limits: Limits, stores: Sequence[Path], cfg: ModelConfig) -> Machine:
+def probe(device: torch.device, dtype: str, limits: Limits, stores: Sequence[Path], cfg: ModelConfig) -> Machine:
     """This machine. Says so while its rates are measured."""
     screen.show("probe    measuring this machine")
     machine = this_machine(device, dtype, limits, stores, cfg.fp8, cfg.scan)
@@ -203,7 +203,7 @@ def check_agreement(fixed: Fixed) -> None:
     world().agree("data and checkpoints", read, "Copy host 0's")
 
 
-def identity(cfg: ModelConfig, source: Source) -> tuple[dict[str, Any], dict[str, list[Any]]]:
+def identity_of(cfg: ModelConfig, source: Source) -> tuple[dict[str, Any], dict[str, list[Any]]]:
     """A model's numbers and what of it is trained, as JSON has them; dtype and shape of every tensor, without the head
     that the run adds.
     """
@@ -229,7 +229,7 @@ def tables_of(o: Options, data: Dataset | None, room: int, cfg: ModelConfig) -> 
 # ---------------------------------------------------------------- checks of what the user names
 
 
-def check_options(o: Options, snapshot: Snapshot | None) -> None:
+def check_options(o: Options, snapshot: RunSnapshot | None) -> None:
     """Raises InputError for options that do not go together, or that a resumed run cannot change."""
     o.check()
     stores = {os.path.realpath(d) for d in o.store}  # of a loop of links, too
@@ -244,7 +244,7 @@ def check_options(o: Options, snapshot: Snapshot | None) -> None:
         (len(o.betas) != 2, "--betas takes two numbers."),
         (o.teacher and world().hosts > 1, "--teacher: runs with one are on one host. Start it without torchrun."),
     ]
-    for change in config_file.changes(o, snapshot.options, fixed=True) if snapshot else ():
+    for change in config_file.changed(o, snapshot.options, fixed=True) if snapshot else ():
         table.append((True, f"{change}: a resumed run keeps it. Leave it out."))
     if wrong := next((line for is_wrong, line in table if is_wrong), ""):
         raise InputError(wrong)
@@ -285,7 +285,7 @@ def check_checkpoint(path: Path) -> None:
 # ---------------------------------------------------------------- how much is computed
 
 
-def with_work(o: Options, data: Dataset | None, room: int) -> tuple[Options, Work]:
+def with_work(o: Options, data: Dataset | None, room: int) -> tuple[Options, RunWork]:
     """How much the run computes, and the options with its epochs and interval of evaluations: fewer than ten in a
     short run.
 
@@ -295,12 +295,12 @@ def with_work(o: Options, data: Dataset | None, room: int) -> tuple[Options, Wor
     if data is None:
         tokens = bytes_of(o) / BYTES * (o.epochs or 1.0)
         steps = math.ceil(tokens / (o.batch_size * room)) if tokens else SOME_STEPS
-        return o, Work(room, o.batch_size, o.max_steps or steps, document=room)
+        return o, RunWork(room, o.batch_size, o.max_steps or steps, document=room)
     if not o.max_steps and o.epochs is None:
         o = replace(o, epochs=1.0 if data.is_text or data.options.paired else 3.0)
     steps = o.max_steps or max(1, math.ceil(data.steps_per_epoch(o.batch_size) * (o.epochs or 1.0)))
     sequences = min(o.batch_size, data.n_sequences)
-    work = Work(room, sequences, steps, data.report.used, data.document, data.trained, data.options.paired)
+    work = RunWork(room, sequences, steps, data.report.used, data.document, data.trained, data.options.paired)
     if data.held_out is None:
         if idle := [name for name in OF_VAL if getattr(o, name) not in (Every(), getattr(Options, name))]:
             raise InputError(f"{flag(idle[0])} is for held-out data, and there is none. Add --val, or leave it out.")
@@ -328,7 +328,7 @@ def in_force(o: Options, cfg: ModelConfig, plan: Plan) -> Options:
 # ---------------------------------------------------------------- drives
 
 
-def files_of(o: Options, opened: opening.Opened, work: Work) -> Files:
+def files_of(o: Options, opened: opening.Opened, work: RunWork) -> Files:
     """What the run has on drives, and will have, besides training state."""
     cfg, source, out = opened.cfg, opened.source, Path(o.out)
     held = [file for d in folder.stores(o) for file in version_files(d)]

@@ -95,7 +95,7 @@ class Log:
         for _, end in self.trackers:
             works(end)
 
-    def draw(self, facts: page.Facts) -> None:
+    def draw(self, facts: page.PageFacts) -> None:
         """Writes report.html."""
         html = page.page([*self.steps, *self.evals], facts).encode(errors="replace")  # names may be no UTF-8
         with self._forgiving():

@@ -27,11 +27,11 @@ from trireme.engine.queues.names import READS
 from trireme.engine.queues.task import Task
 from trireme.engine.run import config_file, folder, report, screen
 from trireme.engine.run.after import hub
-from trireme.engine.run.evaluate import documents
+from trireme.engine.run.evaluate import documents_by_host
 from trireme.engine.run.job import Job, check_paths
 from trireme.engine.run.log import Log, Record, Tracker, eval_line, label_of, load_record, trackers
 from trireme.engine.run.options import Options
-from trireme.engine.run.record import Snapshot
+from trireme.engine.run.record import RunSnapshot
 from trireme.engine.run.signals import Stop, stop_signals
 from trireme.engine.run.state import Training, snapshot_of, with_teacher
 from trireme.engine.step import train_step
@@ -53,7 +53,7 @@ def run(options: Options) -> int:
     """The command. Returns the exit code."""
     from trireme.engine.run.after import demo  # late: it imports this folder's modules
 
-    prepared = demo.prepared(options) if options.demo else options
+    prepared = demo.with_demo(options) if options.demo else options
     try:
         train(prepared)
         if options.demo and not options.dry_run:
@@ -73,16 +73,16 @@ def train(options: Options, others: Sequence[Tracker] = ()) -> Path:
     out = Path(options.out)
     world().agree("options", config_file.saved(replace(options, store=())), "Start all with the same command")
     if options.dry_run and not options.resume:
-        report.prepared(options, None)
+        report.prepare_job(options, None)
         return out
-    with folder.opened(options) as place:
+    with folder.open_folder(options) as place:
         with screen.clock().at("headers"):
             snapshot = snapshot_of(place, options) if options.resume else None
         if options.dry_run:
-            report.prepared(options, snapshot)
+            report.prepare_job(options, snapshot)
             return out
         of_log = trackers(options, place.state.id)  # before anything takes time
-        job, lines = report.prepared(options, snapshot)
+        job, lines = report.prepare_job(options, snapshot)
         if snapshot and job.work.steps < snapshot.progress.step + place.state.ended:
             progress = f"the run is at step {snapshot.progress.step:,}"
             raise InputError(f"--resume {out}: {progress}. To go on, give more: --epochs N or --max-steps N.")
@@ -91,11 +91,11 @@ def train(options: Options, others: Sequence[Tracker] = ()) -> Path:
         job = with_teacher(job, place, snapshot)
         screen.forgive()
         with closing(Training(job, place, snapshot)) as training:
-            Run(training, [*others, *of_log], lines).go()
+            Loop(training, [*others, *of_log], lines).go()
     return out
 
 
-class Run:
+class Loop:
     """The loop over the steps of a run."""
 
     def __init__(self, training: Training, others: Sequence[Tracker], lines: Sequence[str]):
@@ -148,7 +148,7 @@ class Run:
         if snapshot:
             screen.say(f"resumed at step {self.done.step:,}")
 
-    def check_best(self, snapshot: Snapshot) -> None:
+    def check_best(self, snapshot: RunSnapshot) -> None:
         """Raises InputError if the best weights of a resumed run are damaged. One that saved none goes on without."""
         done = self.done
         if snapshot.options["export"] != "best":
@@ -198,7 +198,7 @@ class Run:
             loads = [make_load(job.cfg, tokens, job.options.router_aux, device) for device in queues.devices]
             weight, correct = sum(mb.weight for mb in batch), training.evaluator.counter(job.preference)
             micro = training.evaluator.inputs(batch, loads, correct)
-            stats = train_step(training.engine, micro, number, rate, weight, job.preference, documents(batch))
+            stats = train_step(training.engine, micro, number, rate, weight, job.preference, documents_by_host(batch))
         if not np.isfinite([stats.loss, stats.grad_norm]).all():
             training.engine.gradients.discard()  # updates made during backward stay; only a snapshot undoes them
             figures = f"loss {stats.loss:g}, gradient norm {stats.grad_norm:g}. Nothing of this step was saved"
@@ -360,7 +360,7 @@ class Run:
         if o.keep_state:
             training.save(self.log.sync)
         training.export_best() if best else training.export()
-        nothing_better, result = report.compared(job, done, self.log)
+        nothing_better, result = report.against_start(job, done, self.log)
         if nothing_better:
             screen.warn("on held-out rows nothing is better than before training. Lower --lr, or look at the data")
         for line in [*result, self.log.line()]:

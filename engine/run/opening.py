@@ -13,16 +13,16 @@ from trireme.engine.data.codec import Codec, load_codec
 from trireme.engine.data.dataset import Dataset, find_labels, load_dataset
 from trireme.engine.data.find import find
 from trireme.engine.data.prepare import DataOptions, Kind
-from trireme.engine.data.taught import is_scores, read_names
+from trireme.engine.data.taught import is_scores, read_index
 from trireme.engine.planner.sizes import find_model
 from trireme.engine.run import config_file, folder, screen
 from trireme.engine.run.after import hub
 from trireme.engine.run.options import Method, Options, Reading, table
-from trireme.engine.tuning.adapters import Adapter, adapts_experts, separate_names
+from trireme.engine.tuning.adapters import Adapter, on_experts, separate_names
 from trireme.engine.tuning.cached import cached
-from trireme.engine.tuning.chosen import adapted, aware, chosen, folded, targets
+from trireme.engine.tuning.chosen import adapted, aware, folded, targets, train_only
 from trireme.engine.tuning.headed import check_problem, headed, names_in, pad_in, with_config
-from trireme.engine.tuning.packed_source import Packed, as_said, as_trained, outlined
+from trireme.engine.tuning.packed_source import Packed, as_configured, as_trained, outlined
 from trireme.engine.tuning.parts import as_stored, open_checkpoint
 from trireme.engine.tuning.peft import read_adapter
 from trireme.engine.tuning.quantized import quantized
@@ -55,10 +55,10 @@ def open_model(o: Options, date: str | None) -> Opened:
     """Opens what the options name. `date`: what chat templates take for today. Raises InputError, CheckpointError."""
     raw = {} if o.shape else config.read_raw(o.model)
     cfg = find_model(o.shape) if o.shape else config.read_config(o.model, o.rope_factor)
-    names = class_names(o, raw)
+    names = label_names(o, raw)
     cfg = replace(cfg, fp8=o.dtype == "fp8", smoothing=o.label_smoothing * (o.method == "sft"))
     if o.teacher:  # scores on disk have their own top-k
-        k = read_names(o.teacher).k if is_scores(o.teacher) else min(o.top_k, cfg.vocab)
+        k = read_index(o.teacher).k if is_scores(o.teacher) else min(o.top_k, cfg.vocab)
         cfg = replace(cfg, teaching=Teaching(k, o.distill_weight, o.temperature))
     cfg = with_head(o, cfg, len(names))
     if o.router_aux and (cfg.experts is None or cfg.names.mlp.correction):
@@ -69,10 +69,10 @@ def open_model(o: Options, date: str | None) -> Opened:
     if adapter or o.lora:
         cfg = adapted(cfg, lora_of(o, cfg, adapter))
     elif o.freeze or o.train:
-        cfg = chosen(cfg, o.freeze, o.train)
-    cfg = as_stored(cfg, source) if source else as_said(cfg)
+        cfg = train_only(cfg, o.freeze, o.train)
+    cfg = as_stored(cfg, source) if source else as_configured(cfg)
     source = source or outlined(cfg, Path(o.model))
-    if o.expert_adapters == "separate" and adapts_experts(cfg):
+    if o.expert_adapters == "separate" and on_experts(cfg):
         separate_names(cfg)
     shapes = source.shapes
     stored = hf.sources(cfg, shapes, source.named)
@@ -155,7 +155,7 @@ def sequence_length(o: Reading, cfg: ModelConfig) -> int:
     return seq_len
 
 
-def kind_of(o: Method) -> Kind:
+def row_kind(o: Method) -> Kind:
     """The kind of rows that a method reads."""
     return KINDS.get(o.method, "pairs")
 
@@ -166,7 +166,7 @@ def preference_of(o: Method) -> Preference | None:
     return Preference(**{name: getattr(o, name) for name in table(Method)}) if is_preference else None
 
 
-def class_names(o: Options, raw: dict[str, Any]) -> tuple[str, ...]:
+def label_names(o: Options, raw: dict[str, Any]) -> tuple[str, ...]:
     """Labels of a classifier: of config.json, the adapter's run, the options, or the data. Raises InputError."""
     if o.method != "classify":
         return ()
@@ -202,9 +202,9 @@ def _notes(o: Options, raw: Mapping[str, Any], cfg: ModelConfig, adapter: Adapte
     if raw.get("auto_map"):
         code = "custom code, which is never run"
         yield f"config.json names {code}: it is read as transformers' language model {cfg.model_type}"
-    if cfg.lora and adapts_experts(cfg) and o.expert_adapters == "stacked":
+    if cfg.lora and on_experts(cfg) and o.expert_adapters == "stacked":
         yield "adapters of experts are written for peft; vLLM, SGLang, llama.cpp read --expert-adapters separate"
-    if adapter and Path(adapter.base).name != hub.title(o.model):
+    if adapter and Path(adapter.base).name != hub.model_title(o.model):
         yield f"--adapter was made for {adapter.base or 'a model without a name'}, not for {o.model}"
     if adapter and adapter.absent:
         yield f"--adapter has nothing for {', '.join(folded(cfg, adapter.absent))[:200]}: these stay without"
@@ -221,7 +221,7 @@ def read_data(o: Options, opened: Opened) -> Dataset | None:
     return read_rows(
         o, cfg, codec, o.data, seq_len=o.seq_len or 0, val=o.val, general=o.general, pack=not o.no_pack,
         max_samples=o.max_samples, seed=o.seed, shared=shared / "tokens" if shared else None,
-        cache=None if o.dry_run else Path(o.out) / folder.RUN / "tokens", kind=kind_of(o), labels=o.labels,
+        cache=None if o.dry_run else Path(o.out) / folder.RUN / "tokens", kind=row_kind(o), labels=o.labels,
         pad=pad_of(o, codec) if cfg.scores else None,
     )  # fmt: skip
 
@@ -234,7 +234,7 @@ def read_rows(o: Reading, cfg: ModelConfig, codec: Codec | None, names: Sequence
         map=o.map, inherited=inherited, long=o.long, skip_bad=o.skip_bad, vocab_size=cfg.vocab, media=cfg.media,
         system=o.system, variables=variables, **others,
     )  # fmt: skip
-    progress = lambda name, position, size: screen.far(f"reading {name}", position, size, began)
+    progress = lambda name, position, size: screen.show_progress(f"reading {name}", position, size, began)
     try:
         with store_errors(options.shared or options.cache or "--data"):  # where tokens are written
             return load_dataset(names, codec, options, progress)

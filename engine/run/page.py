@@ -34,7 +34,7 @@ Point = tuple[float, float]
 
 
 @dataclass(frozen=True)
-class Facts:
+class PageFacts:
     """What a page says besides the log."""
 
     title: str
@@ -46,7 +46,7 @@ class Facts:
     settings: str = ""  # config.yaml
 
 
-def page(records: Sequence[dict[str, Any]], facts: Facts) -> str:
+def page(records: Sequence[dict[str, Any]], facts: PageFacts) -> str:
     """The page of a run in one file: curve, evaluations with samples, examples with the trained part marked, report."""
     evals = [{k: v for k, v in r.items() if r["step"] or k != PAIRS} for r in records if "eval_loss" in r]
     train, held_out = ([(r["step"], r[name]) for r in records if name in r] for name in ("loss", "eval_loss"))

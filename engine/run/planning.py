@@ -17,7 +17,7 @@ from trireme.engine.hosts.group import world
 from trireme.engine.plan import DoesNotFit, Limits, Mode, Plan
 from trireme.engine.planner.advice import check_drive
 from trireme.engine.planner.choose import choose, first_plan
-from trireme.engine.planner.forecast import Files, Forecast, Work
+from trireme.engine.planner.forecast import Files, Forecast, RunWork
 from trireme.engine.planner.host import check_kernels, choose_device, choose_gpus, memory_limits, model_of
 from trireme.engine.planner.machine import pinnable, with_drives
 from trireme.engine.planner.rates import Machine, assume
@@ -52,7 +52,7 @@ class Planner:
             return None
         return replace(Plan.load(Path(self.options.plan)), hosts=world().hosts, host=world().hosts - 1)
 
-    def _faults(self, plan: Plan, work: Work, limits: Limits) -> Iterator[str]:
+    def _faults(self, plan: Plan, work: RunWork, limits: Limits) -> Iterator[str]:
         """Why the plan of --plan does not suit the model, the run or the device."""
         wanted = {"gpus": limits.gpus, "mode": self._mode, "dtype": DTYPES.get(self.options.dtype)}
         wanted |= {"adam_bits": self.options.adam_bits}
@@ -98,7 +98,7 @@ class Planner:
         return self.limits
 
     def search(
-        self, work: Work, files: Files, limits: Limits, machine: Machine, stores: Sequence[Path], by_rule: bool
+        self, work: RunWork, files: Files, limits: Limits, machine: Machine, stores: Sequence[Path], by_rule: bool
     ) -> tuple[Plan, Machine]:
         """Chooses the plan; also returns the machine, whose drives were measured if the plan may use them.
 

@@ -10,7 +10,7 @@ from trireme.models.config import InputError
 
 
 @dataclass
-class Progress:
+class RunProgress:
     """How far a run has come. The loop changes it; a snapshot has a copy."""
 
     step: int = 0
@@ -39,20 +39,20 @@ class Fixed:
 
 
 @dataclass(frozen=True)
-class Snapshot:
+class RunSnapshot:
     """What a snapshot of the store says of its run."""
 
-    progress: Progress
+    progress: RunProgress
     fixed: Fixed
     options: dict[str, Any]  # config_file.saved
     computed_by: str  # GPU and libraries
 
     @staticmethod
-    def of(fields: dict[str, Any], where: str) -> Snapshot:
+    def of(fields: dict[str, Any], where: str) -> RunSnapshot:
         """The record from the JSON of its `asdict`, whose checksum was compared. Raises InputError if keys differ."""
         try:
             fixed = Fixed(**fields["fixed"] | {"plan": Plan.of(fields["fixed"]["plan"])})
-            return Snapshot(**fields | {"progress": Progress(**fields["progress"]), "fixed": fixed})
+            return RunSnapshot(**fields | {"progress": RunProgress(**fields["progress"]), "fixed": fixed})
         except (TypeError, KeyError) as error:
             raise InputError(f"{where} is of another version of trireme ({error}). Start again.") from None
 

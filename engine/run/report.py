@@ -14,9 +14,9 @@ from trireme.engine.hosts.group import world
 from trireme.engine.plan import DoesNotFit
 from trireme.engine.planner import lines as forecasts
 from trireme.engine.planner.advice import ENDLESS, faster, fits_drives
-from trireme.engine.planner.clock import Part
+from trireme.engine.planner.clock import RunPart
 from trireme.engine.planner.host import available_ram, computed_by
-from trireme.engine.planner.whole import Events, compile_s, estimated_parts, evaluation_s, written
+from trireme.engine.planner.whole import Events, compile_s, estimated_parts, evaluation_s, written_bytes
 from trireme.engine.run import config_file, page, screen
 from trireme.engine.run.after import hub
 from trireme.engine.run.evaluate import LONGEST, MAX_NEW
@@ -24,7 +24,7 @@ from trireme.engine.run.job import BYTES, Job, check_room, make
 from trireme.engine.run.log import Log
 from trireme.engine.run.opening import bytes_of
 from trireme.engine.run.options import Method, Options, flag, table
-from trireme.engine.run.record import Progress, Snapshot
+from trireme.engine.run.record import RunProgress, RunSnapshot
 from trireme.engine.tuning.cached import Cached
 from trireme.engine.tuning.chosen import trained_lines
 from trireme.engine.tuning.packed_source import Packed
@@ -34,7 +34,7 @@ from trireme.models.sizes import shapes
 from trireme.storage.auxiliary import TEMPLATE
 from trireme.storage.untrusted import quoted
 
-COMPLETE: tuple[Part, ...] = ("evaluations", "samples", "snapshots", "export")  # whose last time predicts the next
+COMPLETE: tuple[RunPart, ...] = ("evaluations", "samples", "snapshots", "export")  # whose last time predicts the next
 UNUSUAL = 30  # times the default learning rate
 EXAMPLES = 8  # in report.html
 PLACES = 4  # decimals to which figures are compared, as lines show them
@@ -46,7 +46,7 @@ def lines(job: Job) -> Iterator[str]:
     """The report, in full with --verbose and of a dry run, whose search for what is faster comes last."""
     f, o, held_out, full = job.forecast, job.options, job.held_out, job.options.verbose or job.options.dry_run
     steps_s = job.work.steps * f.step.step_s if job.on_gpu else None
-    writes = written(f, job.work.steps, events(job, 0, steps_s))
+    writes = written_bytes(f, job.work.steps, events(job, 0, steps_s))
     rates = forecasts.rates_line(f) if job.on_gpu else ""
     wear = forecasts.wear_line(f, writes, steps_s) if full or job.plan.uses("ssd") else ""
     for label, texts in {
@@ -171,7 +171,7 @@ def _faster(job: Job) -> Iterator[str]:
 # ---------------------------------------------------------------- the whole run
 
 
-def estimate(job: Job, done: int = 0, measured: bool = False) -> dict[Part, float]:
+def estimate(job: Job, done: int = 0, measured: bool = False) -> dict[RunPart, float]:
     """Seconds of each part of the run after `done` steps. `measured`: parts that have happened take their own time."""
     clock, total = screen.clock(), job.work.steps
     steps_s = (total - done) * job.forecast.step.step_s
@@ -202,18 +202,18 @@ def figures(job: Job) -> dict[str, Any]:
     gpu, ram, ssd = (sum(row[tier] for row in rows) for tier in ("gpu", "ram", "ssd"))
     fields = {"steps": job.work.steps, "tokens_per_step": f.work.tokens, "ssd_bytes": ssd, "disk_bytes": f.disk()}
     fields |= {"gpu_bytes": gpu * job.on_gpu, "ram_bytes": ram + gpu * (not job.on_gpu)}
-    writes = written(f, job.work.steps, events(job, 0, job.work.steps * step_s))
+    writes = written_bytes(f, job.work.steps, events(job, 0, job.work.steps * step_s))
     timed = {"step_s": step_s, "tokens_per_second": f.work.tokens / step_s, "limited_by": f.step.bound}
     timed |= {"run_s": sum(estimate(job).values()), "written_bytes": sum(writes.values())}
     return fields | (timed if job.on_gpu else dict.fromkeys(timed))
 
 
-def prepared(o: Options, snapshot: Snapshot | None) -> tuple[Job, list[str]]:
+def prepare_job(o: Options, snapshot: RunSnapshot | None) -> tuple[Job, list[str]]:
     """The job, and the lines of its report, which it prints. If it does not fit, the error offers what would."""
     try:
         job = make(o, snapshot)
         if snapshot:
-            for line in config_file.changes(job.options, snapshot.options):
+            for line in config_file.changed(job.options, snapshot.options):
                 screen.say(f"changed  {line} at step {snapshot.progress.step:,}")
             if snapshot.computed_by != (now := computed_by(job.device)):
                 screen.say(f"changed  {now}, was {snapshot.computed_by}: it may round differently")
@@ -252,7 +252,7 @@ def alternatives(o: Options) -> str:
 # ---------------------------------------------------------------- after the last step
 
 
-def changes(
+def comparisons(
     before: Mapping[str, float], after: Mapping[str, float], of: str, on: str, counted: str
 ) -> Iterator[tuple[bool, str]]:
     """Yields whether a figure is better, and its line, for those that both evaluations have. `of`: eval or general,
@@ -271,7 +271,7 @@ def changes(
         yield gain > 0, f"{line}{verdict}"
 
 
-def compared(job: Job, done: Progress, log: Log) -> tuple[bool, list[str]]:
+def against_start(job: Job, done: RunProgress, log: Log) -> tuple[bool, list[str]]:
     """Whether nothing is better than before training on held-out rows; those and --general as lines."""
     o, val, general = job.options, log.evals[-1:], log.general[-1:]
     if not done.step:
@@ -279,26 +279,26 @@ def compared(job: Job, done: Progress, log: Log) -> tuple[bool, list[str]]:
     if o.export == "best" and done.best is not None:
         val = [r for r in log.evals if r["step"] == done.best_step] or [{"eval_loss": done.best}]
     counted = "pairs" if job.preference else "rows" if job.cfg.scores else "tokens"
-    held_out = [change for r in val for change in changes(done.first, r, "eval", "held-out rows", counted)]
+    held_out = [change for r in val for change in comparisons(done.first, r, "eval", "held-out rows", counted)]
     file_name = Path(o.general or "").name
-    forgotten = [change for r in general for change in changes(done.first, r, "general", file_name, counted)]
+    forgotten = [change for r in general for change in comparisons(done.first, r, "general", file_name, counted)]
     lines = screen.labelled("val", [line for _, line in held_out])
     lines += screen.labelled("general", [line for _, line in forgotten])
     return bool(held_out) and not any(is_better for is_better, _ in held_out), lines
 
 
-def facts(job: Job, done: Progress, log: Log, report: Sequence[str], busy: Sequence[str]) -> page.Facts:
+def facts(job: Job, done: RunProgress, log: Log, report: Sequence[str], busy: Sequence[str]) -> page.PageFacts:
     """What report.html says besides the log. `report`: the lines before the first step, `busy`: on the queues."""
     o, data = job.options, job.data
-    title = f"{Path(o.out).resolve().name}: a run of {hub.title(o.model)}"
+    title = f"{Path(o.out).resolve().name}: a run of {hub.model_title(o.model)}"
     axis = f"loss of {o.method}" if o.method != "sft" else "loss (nats per token)"
     examples = dict.fromkeys(data.example(k, page.MARKS) for k in range(min(EXAMPLES, len(data.pieces))))
     took = [f"time     {forecasts.took_line(screen.clock())}", *busy]
-    result, settings = compared(job, done, log)[1], config_file.write(o).decode()
-    return page.Facts(title, axis, report, list(examples), result, took, settings)
+    result, settings = against_start(job, done, log)[1], config_file.content(o).decode()
+    return page.PageFacts(title, axis, report, list(examples), result, took, settings)
 
 
-def about_output(job: Job, done: Progress) -> list[str]:
+def about_output(job: Job, done: RunProgress) -> list[str]:
     """What the run has made, and what to do with it."""
     o, out = job.options, quoted(job.out)
     names = sorted(path.name + "/" * path.is_dir() for path in job.out.iterdir() if not path.name.startswith("."))
@@ -310,7 +310,7 @@ def about_output(job: Job, done: Progress) -> list[str]:
     chats = TEMPLATE in job.source.auxiliary or (codec is not None and codec.facts.template is not None)
     command = f"sample {out} --chat" if chats else f"sample {out} --prompt TEXT"
     lines.append(f"try it   trireme {f'score {out} --data FILE --out DIR' if job.cfg.scores else command}")
-    use = f"trireme merge {out} --out DIR; or as an adapter of peft for {hub.base_of(o.model)[0]}"
+    use = f"trireme merge {out} --out DIR; or as an adapter of peft for {hub.name_and_commit(o.model)[0]}"
     if o.merge or not job.cfg.lora:
         model = f"{out}/merged" if job.cfg.lora else out
         use = f'{job.cfg.opener}.from_pretrained("{model}")'

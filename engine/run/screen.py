@@ -109,7 +109,7 @@ def forgive() -> None:
     _screen.must_write = False
 
 
-def counted() -> tuple[int, object]:
+def parts_done() -> tuple[int, object]:
     """Changes with every finished part of some work, and always while a terminal is waited for."""
     return _screen.counted, object() if _screen.waits else None
 
@@ -135,7 +135,7 @@ def to(stream: TextIO | None = None, began: float | None = None) -> Iterator[Non
         _screen, _clock = before
 
 
-def far(what: str, done: int, total: int, began: float, unit: str = "B") -> None:
+def show_progress(what: str, done: int, total: int, began: float, unit: str = "B") -> None:
     """Shows how much of some work is done, once it takes long. `began`: by time.monotonic."""
     seconds = time.monotonic() - began
     if seconds > PATIENCE and 0 < done < total:
@@ -156,7 +156,7 @@ def working(
         nonlocal done
         done += size
         _screen.counted += 1
-        far(what, done, total, began, unit)
+        show_progress(what, done, total, began, unit)
         if stopped():
             raise KeyboardInterrupt
 

@@ -19,11 +19,11 @@ import torch
 from trireme.engine.amounts import count, duration, gb, gib, seconds
 from trireme.engine.between import Reader, load_from_store, save_to_store
 from trireme.engine.build import Engine, build
-from trireme.engine.data.taught import is_scores, read_names, taught_by
+from trireme.engine.data.taught import is_scores, read_index, taught_by
 from trireme.engine.exchange import LARGEST_F16, Exchange
 from trireme.engine.hosts.gather import masters
 from trireme.engine.hosts.group import world
-from trireme.engine.planner.host import computed_by, hold_to
+from trireme.engine.planner.host import computed_by, limit_torch
 from trireme.engine.planner.machine import drive_speeds, note_pinned
 from trireme.engine.queues.real import RealQueues
 from trireme.engine.queues.watchdog import leave, patience, watched
@@ -33,7 +33,7 @@ from trireme.engine.run.evaluate import Evaluator, Stopped
 from trireme.engine.run.folder import REFERENCE, RUN, Folder, Save, read_record, write_record
 from trireme.engine.run.job import Job
 from trireme.engine.run.options import Options
-from trireme.engine.run.record import Progress, Reference, Snapshot
+from trireme.engine.run.record import Reference, RunProgress, RunSnapshot
 from trireme.engine.tuning.adapters import WEIGHTS, trained_values, write_adapter
 from trireme.engine.tuning.base import CheckpointBase, check_unchanged, read_from_ssd, stamps
 from trireme.engine.tuning.cached import Cached
@@ -51,7 +51,7 @@ from trireme.storage.store import Store
 from trireme.storage.untrusted import checksum, quoted
 
 
-def snapshot_of(folder: Folder, options: Options) -> Snapshot | None:
+def snapshot_of(folder: Folder, options: Options) -> RunSnapshot | None:
     """Opens the store of a resumed run at the last snapshot that all hosts have; None before the first. Raises
     StoreError, InputError.
     """
@@ -67,7 +67,7 @@ def snapshot_of(folder: Folder, options: Options) -> Snapshot | None:
     of_hosts = [json.loads(text) for text in world().texts(json.dumps([folder.state.started, [*sequences]]))]
     last = max(set(sequences).intersection(*(steps for _, steps in of_hosts)), default=None)
     if folder.store and last is not None:
-        return Snapshot.of(folder.store.go_back(sequences[last]), f"--resume {folder.out}: its snapshot")
+        return RunSnapshot.of(folder.store.go_back(sequences[last]), f"--resume {folder.out}: its snapshot")
     latest = [max(steps, default=0) for _, steps in of_hosts]
     if any(latest) and any(started for started, _ in of_hosts):
         lacks = f"host {latest.index(min(latest))} has no snapshot that the others have"
@@ -83,9 +83,9 @@ def snapshot_of(folder: Folder, options: Options) -> Snapshot | None:
 class Training:
     """A job with its engine."""
 
-    def __init__(self, job: Job, folder: Folder, snapshot: Snapshot | None):
+    def __init__(self, job: Job, folder: Folder, snapshot: RunSnapshot | None):
         self.job, self.folder, self.snapshot, o = job, folder, snapshot, job.options
-        self.progress = replace(snapshot.progress) if snapshot else Progress()
+        self.progress = replace(snapshot.progress) if snapshot else RunProgress()
         if o.eval_tokens or not snapshot:  # else evaluations stay comparable
             self.progress.eval_rows = job.eval_rows
         if folder.store is None:
@@ -128,7 +128,7 @@ class Training:
             advice = f"{self.last_snapshot}. To continue: --resume {quoted(self.job.out)}"
             leave(lambda: screen.urgent(f"error: {what}: {problem}. Is the GPU or a drive failing? {advice}"))
 
-        progress = lambda: (screen.counted(), object() if world().waits else None)
+        progress = lambda: (screen.parts_done(), object() if world().waits else None)
         with watched(self.queues, limit, late, progress):
             yield
 
@@ -144,7 +144,7 @@ class Training:
             task = "checking the base" if job.source.is_made() else f"quantizing the base to {job.source.base}"
             with screen.working(task, job.source.file_bytes, stopped=stopped) as progressed:
                 job.source.make(progressed, screen.warn)
-        hold_to(job.limits, job.device)
+        limit_torch(job.limits, job.device)
         adamw = AdamW(o.betas[0], o.betas[1], weight_decay=o.weight_decay or 0.0, max_grad_norm=o.max_grad_norm)
         files, wire = self._base_files(), world().wire
         e = build(job.cfg, job.plan, job.limits, self.queues, adamw=adamw, store=self.store, files=files, wire=wire)
@@ -261,8 +261,8 @@ class Training:
             with screen.working("saving", placement.nbytes(everything=False)) as progressed:
                 save_to_store(placement, progressed)
                 done.log = log()
-                now = replace(done, written=self.written)
-                snapshot = Snapshot(now, self.fixed, config_file.saved(self.job.options), computed_by(self.job.device))
+                saved, computer = config_file.saved(self.job.options), computed_by(self.job.device)
+                snapshot = RunSnapshot(replace(done, written=self.written), self.fixed, saved, computer)
                 self.store.commit(done.step, asdict(snapshot), world().barrier, progressed)
             self.folder.note(replace(self.folder.state, started=True))
             self.folder.drop_best(done.best_step)
@@ -302,7 +302,7 @@ class Training:
         """Writes a checkpoint or adapters; returns the checksums of its files."""
         job = self.job
         if job.cfg.lora is not None:
-            base, revision = hub.base_of(job.options.model)
+            base, revision = hub.name_and_commit(job.options.model)
             separate = job.options.expert_adapters == "separate"
             write_adapter(folder, job.cfg, trained_values(reader), base, revision, separate)
             names = [CONFIG, WEIGHTS]
@@ -350,7 +350,7 @@ class Training:
 # ---------------------------------------------------------------- a teacher
 
 
-def with_teacher(job: Job, place: Folder, snapshot: Snapshot | None) -> Job:
+def with_teacher(job: Job, place: Folder, snapshot: RunSnapshot | None) -> Job:
     """The job with the teacher's rows in its data; a checkpoint scores the data first, into .run/teacher. A pass that
     was killed goes on. Raises InputError, CheckpointError, DoesNotFit, StoreError.
     """
@@ -358,14 +358,14 @@ def with_teacher(job: Job, place: Folder, snapshot: Snapshot | None) -> Job:
     if not teacher or teaching is None:
         return job
     scores, sources = Path(teacher), {"train": job.data} | ({"val": held} if held else {})
-    taught = lambda data: replace(data, teacher=taught_by(read_names(scores), data, job.cfg.vocab))
+    taught = lambda data: replace(data, teacher=taught_by(read_index(scores), data, job.cfg.vocab))
     with screen.clock().at("reference"):
         if not is_scores(scores):
             scores = place.run / "teacher"
             if snapshot and config_file.saved(job.options)["teacher"] != (began := snapshot.options.get("teacher")):
                 raise InputError(f"--teacher {teacher}: the run began with {began or 'none'}. Leave it out.")
             if not (snapshot and is_scores(scores)):
-                score.write(scores, Path(teacher), sources, teaching.k, job.cfg.vocab, job.options)
+                score.teach(scores, Path(teacher), sources, teaching.k, job.cfg.vocab, job.options)
         read = [taught(data) for data in sources.values()]
     data = replace(read[0], held_out=held and read[-1])
     if snapshot and data.teacher and snapshot.fixed.teacher not in ("", data.teacher.key):

@@ -26,7 +26,7 @@ from trireme.engine.tuning.peft_config import CONFIG
 from trireme.engine.tuning.spellings import PREFIX
 from trireme.models.config import InputError, Lora, ModelConfig
 from trireme.models.sizes import shapes
-from trireme.storage.checkpoint import Source, joined
+from trireme.storage.checkpoint import Source, concat
 from trireme.storage.files import partial_of, store_errors, sync_folder, write_synced
 from trireme.storage.headers import encode_header
 from trireme.storage.layout import sequential
@@ -97,7 +97,7 @@ class Adapter:
         return torch.cat([join(halves).T if b else torch.cat(halves[:1] if alike else halves) for halves in read])
 
     def _read(self, stored: str) -> torch.Tensor:
-        tensor = torch.from_numpy(joined(self.source.values(stored))).view(self.source.tensors[stored].shape)
+        tensor = torch.from_numpy(concat(self.source.values(stored))).view(self.source.tensors[stored].shape)
         if not tensor.isfinite().all():
             raise InputError(f"{self.source.named(stored)} holds NaN or infinite values; the adapter is damaged.")
         return tensor
@@ -108,7 +108,7 @@ def is_transposed(name: str) -> bool:
     return shapes.adapts_experts(name) and name.endswith(".lora_B.weight")
 
 
-def adapts_experts(cfg: ModelConfig) -> bool:
+def on_experts(cfg: ModelConfig) -> bool:
     """Whether routed experts have adapters."""
     return cfg.experts is not None and cfg.lora is not None and cfg.lora.adapts(cfg.names.mlp.experts)
 
@@ -152,17 +152,17 @@ def separate_names(cfg: ModelConfig) -> dict[str, list[tuple[str, ...]]]:
     return names
 
 
-Values = Callable[[str], Iterable[np.ndarray]]  # the fp32 values of an adapter's tensor in memory, in pieces
+AdapterValues = Callable[[str], Iterable[np.ndarray]]  # the fp32 values of an adapter's tensor in memory, in pieces
 
 
-def trained_values(reader: Reader) -> Values:
+def trained_values(reader: Reader) -> AdapterValues:
     """The values of a run's adapters, for `write_adapter`."""
     unit = {t.name: u for u, layout in enumerate(reader.placement.geo.weights) for t in layout.tensors}
     return lambda name: fetch(reader, unit[name], name, exact=True)
 
 
 def write_adapter(
-    folder: Path, cfg: ModelConfig, values: Values, base: str, revision: str = "", separate: bool = False
+    folder: Path, cfg: ModelConfig, values: AdapterValues, base: str, revision: str = "", separate: bool = False
 ) -> None:
     """Writes adapters. `base`: the name of their model; `revision`: its commit on the hub; `separate`: those of each
     expert by themselves. Raises StoreError, and InputError as separate_names.
@@ -186,9 +186,9 @@ def write_adapter(
         for name in stored:
             pieces = values(name)
             if name in alone:
-                pieces = _of_experts(joined(pieces), name, alone[name], rank)
+                pieces = _of_experts(concat(pieces), name, alone[name], rank)
             elif is_transposed(name):
-                pieces = [np.ascontiguousarray(joined(pieces).reshape(-1, rank, stored[name][0]).transpose(2, 1, 0))]
+                pieces = [np.ascontiguousarray(concat(pieces).reshape(-1, rank, stored[name][0]).transpose(2, 1, 0))]
             for piece in pieces:
                 yield piece.tobytes()
 
@@ -211,7 +211,7 @@ def _of_experts(whole: np.ndarray, name: str, experts: list[tuple[str, ...]], ra
 
 def _config(cfg: ModelConfig, lora: Lora, base: str, separate: bool) -> dict[str, Any]:
     """The keys of adapter_config.json that peft, vLLM and llama.cpp read."""
-    experts = adapts_experts(cfg)
+    experts = on_experts(cfg)
     others = [t for t in lora.targets if not (experts and f".{cfg.names.mlp.experts}".endswith(f".{t}"))]
     full = {t: next(module for module in adaptable(cfg) if f".{module}".endswith(f".{t}")) for t in others}
     modules = [".".join(cfg.names.module(full[t]).split(".")[-len(t.split(".")) :]) for t in others]

@@ -32,7 +32,7 @@ class Extent(NamedTuple):
     first: int
 
 
-def way(layout: Layout, source: Source, stored: Mapping[str, str]) -> tuple[list[Extent], list[Piece]]:
+def extents_of(layout: Layout, source: Source, stored: Mapping[str, str]) -> tuple[list[Extent], list[Piece]]:
     """How a unit's frozen weights are read: the extents of its tensors, neighbours joined, and the tensors in them.
     `stored`: their names in `source`.
     """
@@ -65,7 +65,7 @@ class CheckpointBase:
         self, layouts: Mapping[int, Layout], source: Source, stored: Mapping[str, str], devices: Sequence[Device]
     ):
         """`layouts`: of units on the SSD; `devices`: the files' drives. Raises StoreError if a file is not opened."""
-        self.ways = {u: way(layout, source, stored) for u, layout in layouts.items()}
+        self.ways = {u: extents_of(layout, source, stored) for u, layout in layouts.items()}
         self.files = dict[str, tuple[File, int, IO]]()  # with its bytes, and the requests of its drive
         drives = {device.path.stat().st_dev: device for device in reversed(devices)}
         try:

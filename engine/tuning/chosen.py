@@ -18,7 +18,7 @@ NEAREST = 3  # names offered where a pattern matches none
 ALL = ("all", "all-linear")  # words of other trainers for every target
 
 
-def chosen(cfg: ModelConfig, freeze: Sequence[str], train: Sequence[str]) -> ModelConfig:
+def train_only(cfg: ModelConfig, freeze: Sequence[str], train: Sequence[str]) -> ModelConfig:
     """`cfg` that trains tensors which match `train` (all if empty) and not `freeze`: globs over Hugging Face names.
 
     Raises InputError if a pattern matches nothing or only a part of a matmul, or nothing is left to train.

@@ -28,7 +28,7 @@ from trireme.models import hf
 from trireme.models.config import InputError, ModelConfig
 from trireme.models.sizes import shapes
 from trireme.storage.auxiliary import TOKENIZER, auxiliary_files, content_of
-from trireme.storage.checkpoint import Source, convert, dtype_of, export, is_finite, joined
+from trireme.storage.checkpoint import Source, concat, convert, dtype_of, export, is_finite
 from trireme.storage.files import Say, make_folder, remove_folders, sync_folder, to_stderr
 from trireme.storage.temporary import Temporary
 
@@ -163,7 +163,7 @@ class Sum:
         (origin, key, _), columns = self._origin(stored), self.source.tensors[stored].shape[-1]
         if origin is self.source and (packed := packed_in(origin, key)):
             return packed.rows(key, first, last, device=self.device)
-        values = joined(origin.values(key, first * columns, last * columns), None)
+        values = concat(origin.values(key, first * columns, last * columns), None)
         x = torch.from_numpy(values.view(np.uint8)).view(DTYPE[dtype_of(values)])
         return x.view(-1, columns).to(self.device).float()
 

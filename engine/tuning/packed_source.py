@@ -151,7 +151,7 @@ def packed_in(source: Source, name: str) -> Packed | None:
 # ---------------------------------------------------------------- which are packed
 
 
-def as_said(cfg: ModelConfig) -> ModelConfig:
+def as_configured(cfg: ModelConfig) -> ModelConfig:
     """`cfg` with the matrices packed that config.json names, in as few globs as possible."""
     return replace(cfg, packed=globs(cfg, lambda *matrix: shapes.is_packed(cfg, [matrix])))
 

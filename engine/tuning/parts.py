@@ -21,7 +21,7 @@ from trireme.storage.headers import CheckpointError
 
 INTEGERS = {"I32": np.int32, "I64": np.int64}
 LARGEST = 1 << 20  # columns of int4
-Stored = Mapping[str, tuple[str, ...]]  # matrix -> names of its parts in files
+StoredParts = Mapping[str, tuple[str, ...]]  # matrix -> names of its parts in files
 
 
 def open_checkpoint(folder: str | Path, packing: Packing | None = None, say: Say = to_stderr) -> Source:
@@ -97,7 +97,7 @@ def _parts(source: Source, packing: Packing) -> dict[str, tuple[str, ...]]:
     return result
 
 
-def _packed(source: Source, packing: Packing, stored: Stored, say: Say) -> Packed:
+def _packed(source: Source, packing: Packing, stored: StoredParts, say: Say) -> Packed:
     tensors, parts = dict(source.tensors), dict[str, SourceTensor]()
     outer = [names for name, names in stored.items() if packing.of(name) is packing]
     inner = [names for name, names in stored.items() if packing.of(name) is packing.experts]

@@ -31,7 +31,7 @@ Shape = tuple[int, ...]
 COPIES = (".modules_to_save.", ".original_module.")  # parts of names of copies that peft writes after a resize
 
 
-class Place(NamedTuple):
+class AdapterPlace(NamedTuple):
     """A matrix that may have an adapter, or the same matrix of all experts of a layer."""
 
     module: str
@@ -42,7 +42,7 @@ class Place(NamedTuple):
 class Pair(NamedTuple):
     """The adapter of a place."""
 
-    place: Place
+    place: AdapterPlace
     rank: int
     alpha: float  # the adapter is scaled by alpha / rank
 
@@ -63,7 +63,7 @@ def read_adapter(folder: Path, cfg: ModelConfig, merging: bool = False) -> Adapt
     base, cfg = cfg, _resized(folder, _untied(cfg, source, stored, sizes), sizes)
     whole, pairs = _replaced(folder, base, cfg, sizes), dict[str, Pair]()
     left = sizes.keys() - set(whole.values())
-    for place in places(cfg, config, any(map(SINGLE.search, sizes))):
+    for place in adapter_places(cfg, config, any(map(SINGLE.search, sizes))):
         if place.stored.keys() & sizes.keys():
             pairs[place.module] = _pair(folder, cfg, config, spelling, place, sizes)
             left -= place.stored.keys()
@@ -80,7 +80,7 @@ def read_adapter(folder: Path, cfg: ModelConfig, merging: bool = False) -> Adapt
     }
     singles, pairs = _gathered(source, by_expert(cfg), files, pairs)
     lora = _lora(pairs)
-    targeted = (place.module for place in places(cfg, config, False) if place.target in lora.targets)
+    targeted = (place.module for place in adapter_places(cfg, config, False) if place.target in lora.targets)
     return Adapter(
         cfg,
         lora,
@@ -132,7 +132,7 @@ def open_adapter(folder: Path) -> Source:
     return Source(folder, (WEIGHTS,), {t.name: place(t) for t in header.layout.tensors}, {})
 
 
-def places(cfg: ModelConfig, config: Mapping[str, Any], singles: bool) -> Iterator[Place]:
+def adapter_places(cfg: ModelConfig, config: Mapping[str, Any], singles: bool) -> Iterator[AdapterPlace]:
     """All matrices that may have an adapter; of `singles`, also those of each expert."""
     every = adapted(cfg, Lora(1, 1.0, adaptable(cfg)))
     names, sizes = adapters.peft_names(every), adapters.adapter_shapes(every)
@@ -143,17 +143,17 @@ def places(cfg: ModelConfig, config: Mapping[str, Any], singles: bool) -> Iterat
             _outermost(config, names[name]): sizes[name][::-1] if adapters.is_transposed(name) else sizes[name]
             for name in shapes.adapter_names(module)
         }
-        yield Place(module, cfg.names.mlp.experts if shapes.adapts_experts(match[0]) else match[1], stored)
+        yield AdapterPlace(module, cfg.names.mlp.experts if shapes.adapts_experts(match[0]) else match[1], stored)
     gates = tuple(f".{name}.weight" for name in (cfg.names.mlp.router, cfg.names.mlp.shared_gate) if name)
     for name, shape in shapes.stored_tensors(cfg).items():
         module, theirs = name.removesuffix(".weight"), cfg.names.module(name).removesuffix(".weight")
         a, b = shapes.adapter_names(theirs)
         is_gate = bool(gates) and name.endswith(gates) and len(shape) == 2
         if is_gate or (not cfg.tied and module == cfg.names.output):
-            yield Place(module, "", {a: (1, shape[1]), b: (shape[0], 1)})
+            yield AdapterPlace(module, "", {a: (1, shape[1]), b: (shape[0], 1)})
         elif not cfg.tied and module == cfg.names.embed:
             a, b = f"{theirs}.lora_embedding_A", f"{theirs}.lora_embedding_B"
-            yield Place(module, "", {a: (1, shape[0]), b: (shape[1], 1)})
+            yield AdapterPlace(module, "", {a: (1, shape[0]), b: (shape[1], 1)})
     alone = by_expert(cfg)
     if singles and alone.names.mlp.single:
         groups = (group for u in range(1, alone.n_units - 1) for group in shapes.weight_groups(alone, u))
@@ -161,7 +161,7 @@ def places(cfg: ModelConfig, config: Mapping[str, Any], singles: bool) -> Iterat
             for one, (rows, columns) in shapes.on_disk(alone, name, shape):
                 module = one.removesuffix(".weight")
                 a, b = shapes.adapter_names(module)
-                yield Place(module, alone.names.mlp.experts, {a: (1, columns), b: (rows, 1)})
+                yield AdapterPlace(module, alone.names.mlp.experts, {a: (1, columns), b: (rows, 1)})
 
 
 def _outermost(config: Mapping[str, Any], name: str) -> str:
@@ -178,7 +178,7 @@ def _outermost(config: Mapping[str, Any], name: str) -> str:
 
 
 def _pair(
-    folder: Path, cfg: ModelConfig, config: Mapping[str, Any], spelling: Spelling, place: Place,
+    folder: Path, cfg: ModelConfig, config: Mapping[str, Any], spelling: Spelling, place: AdapterPlace,
     sizes: Mapping[str, Shape],
 ) -> Pair:  # fmt: skip
     """The adapter of a place that has tensors. Raises InputError if their shapes or the rank do not fit."""
@@ -280,7 +280,7 @@ def _gathered(
         matrix, expert, half = shapes.within_experts(cfg, f"{module}.weight")
         assert expert is not None
         halves = 1 if half is None else 2
-        one = Pair(Place(matrix, pair.place.target, {}), halves * pair.rank, halves * pair.alpha)
+        one = Pair(AdapterPlace(matrix, pair.place.target, {}), halves * pair.rank, halves * pair.alpha)
         if gathered.setdefault(matrix, one) != one:
             raise InputError(f"{source.folder}: adapters of the experts of {matrix} have several ranks or scales.")
         for ours, theirs in zip(shapes.adapter_names(matrix), shapes.adapter_names(module), strict=True):

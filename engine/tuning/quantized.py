@@ -20,11 +20,11 @@ from trireme.models.config import InputError, ModelConfig, Packing
 from trireme.models.families.packing import FP8, MX, NF4
 from trireme.models.sizes import shapes
 from trireme.storage.auxiliary import CONTENT
-from trireme.storage.checkpoint import Source, SourceTensor, joined
+from trireme.storage.checkpoint import Source, SourceTensor, concat
 
 STRIP = 1 << 18  # elements of a matrix encoded at a time; each loader needs about 30 bytes of RAM for one
 BASES = {"nf4": NF4, "fp8": FP8.with_dtypes(("F8_E4M3", "F32")), "mxfp4": MX}
-Rows = Callable[[int, int], np.ndarray]  # fp32 (b - a, columns) of rows [a, b), of all matrices one after another
+ReadRows = Callable[[int, int], np.ndarray]  # fp32 (b - a, columns) of rows [a, b), of all matrices one after another
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Encoder:
 
     packing: Packing
     shape: tuple[int, ...]  # (rows, columns), or (matrices, rows, columns)
-    rows: Rows
+    rows: ReadRows
 
     def spans(self) -> list[tuple[int, int]]:
         """The rows [a, b) of each strip."""
@@ -94,7 +94,7 @@ class Quantized(Packed):
 
 def _rows(source: Source, name: str, a: int, b: int) -> np.ndarray:
     columns = source.tensors[name].shape[-1]
-    return joined(source.values(name, a * columns, b * columns)).reshape(-1, columns)
+    return concat(source.values(name, a * columns, b * columns)).reshape(-1, columns)
 
 
 def quantized(cfg: ModelConfig, source: Source, base: str, stored: dict[str, str]) -> tuple[ModelConfig, Quantized]:

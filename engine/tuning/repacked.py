@@ -24,7 +24,7 @@ from trireme.models.packed import damage, decode
 from trireme.storage.checkpoint import Source, open_source
 
 Squares = list[tuple[float, float]]  # sums of squares by strip: of what rounding changed, and of the values
-Rows = Callable[[int, int], Tensor]  # fp32 (b - a, columns) of rows [a, b), of all matrices one after another
+NewRows = Callable[[int, int], Tensor]  # fp32 (b - a, columns) of rows [a, b), of all matrices one after another
 
 
 @dataclass
@@ -34,7 +34,7 @@ class Matrix:
     name: str
     packing: Packing
     shape: tuple[int, ...]  # (rows, columns), or (matrices, rows, columns)
-    rows: Rows
+    rows: NewRows
     most: int  # elements at a time
     squares: Squares
     nested: Nested | None  # how the scales of NF4 are packed themselves
@@ -108,7 +108,7 @@ class Repacked:
         return ", ".join(f"{kind} {sqrt(changed / (of_all or 1.0)):.2%}" for kind, (changed, of_all) in sums.items())
 
 
-def repacked(source: Packed, rows: Mapping[str, Rows], most: int) -> Repacked:
+def repacked(source: Packed, rows: Mapping[str, NewRows], most: int) -> Repacked:
     """`source` with other rows of the packed matrices that are named, in its own format; `most` elements at a time."""
     raw = replace(open_source(source.folder, lambda _: None), auxiliary=source.auxiliary)
     names = {(t.file, t.offset): name for name, t in raw.tensors.items()}

@@ -35,7 +35,7 @@ from trireme.engine.optimizer import StepStats
 from trireme.engine.plan import DoesNotFit, Limits, Plan
 from trireme.engine.planner.choose import choose
 from trireme.engine.planner.correct import corrected, measured
-from trireme.engine.planner.host import choose_device, choose_gpus, hold_to, memory_in_use, memory_limits
+from trireme.engine.planner.host import choose_device, choose_gpus, limit_torch, memory_in_use, memory_limits
 from trireme.engine.planner.predict import Batch, predict
 from trireme.engine.planner.rates import CODE, Rates
 from trireme.engine.planner.rule import Wanted, record_size, simple_plan, sizes_of, sliced
@@ -158,7 +158,7 @@ def engine_of(a: Arguments, cfg: ModelConfig, plan: Plan, limits: Limits, device
     torch.manual_seed(0)
     queues = RealQueues(device, gpus=plan.gpus, threads="overlap" not in a.off)
     start = time.perf_counter()
-    hold_to(limits, device)
+    limit_torch(limits, device)
     with random_engine(cfg, plan, limits, queues, a.store, a.clip, "pinning" not in a.off) as e:
         for tier, name, each, count, gpu in e.memory.table:
             print(f"{numbered(tier, gpu):5} {name:32} {count:6} {gib(each):>11} {gib(each * count):>11}")

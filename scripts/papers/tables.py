@@ -13,7 +13,7 @@ from typing import NamedTuple
 from trireme.engine.plan import DoesNotFit
 from trireme.engine.planner.advice import check_drive
 from trireme.engine.planner.choose import choose
-from trireme.engine.planner.forecast import Forecast, Work
+from trireme.engine.planner.forecast import Forecast, RunWork
 from trireme.engine.planner.gpus import GPUS
 from trireme.engine.planner.rates import DRIVES, GB, Machine, machine
 from trireme.engine.planner.rule import Wanted, simple_plan, sizes_of
@@ -92,7 +92,7 @@ def forecast(cfg: ModelConfig, m: Machine, sequences: int, search: bool = True) 
     sizes = sizes_of([rows for rows in (16, 8, 4, 2, 1) if rows <= sequences], sequences, SEQ)
     wanted = Wanted(sizes, mode="backward", document=SEQ)
     plan = choose(cfg, m.limits, m.rates, wanted).plan if search else simple_plan(cfg, m.limits, wanted)
-    made = Forecast(cfg, plan, m, m.limits, Work(SEQ, sequences, 1))
+    made = Forecast(cfg, plan, m, m.limits, RunWork(SEQ, sequences, 1))
     check_drive(made)
     return made
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trireme.engine.data.find import Rows as FileRows
+from trireme.engine.data.find import FileRows as FileRows
 from trireme.engine.data.find import find, spool
 from trireme.engine.data.read import BadRow
 from trireme.engine.data.tables import class_names

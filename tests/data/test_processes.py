@@ -13,7 +13,7 @@ import pytest
 from chats import CHATML, TALK, make_tokenizer
 
 from trireme.engine.data import codec as processes
-from trireme.engine.data.codec import Died, Pending, encoded, load_codec
+from trireme.engine.data.codec import Died, Pending, encode_batches, load_codec
 from trireme.engine.data.dataset import DataOptions, load_dataset
 from trireme.engine.data.forms import Chat, Text
 
@@ -33,7 +33,7 @@ def chats(*words):
 @pytest.mark.parametrize("hostile", ["{% set x = 'a' * 10**11 %}", "{% set x = [0] * 10**10 %}", "{{ messages[9].x }}"])
 def test_a_row_that_fails_is_a_bad_row(tmp_path, hostile):
     codec = made(tmp_path, ON.replace("HERE", hostile))
-    ((_, found),) = encoded(codec, [chats("good", "bad", "good")], 1)
+    ((_, found),) = encode_batches(codec, [chats("good", "bad", "good")], 1)
     assert [*found.faults] == [1]
     assert found.lengths[0] == found.lengths[2] > found.lengths[1] == 0
     codec.close()
@@ -56,14 +56,14 @@ def test_a_process_that_dies_is_replaced_and_names_its_row(tmp_path):
     codec = made(tmp_path)
     assert codec.decode([68]) == "a"
     os.kill(codec.submit(in_process.pid).result(), signal.SIGKILL)  # from outside: nothing is lost
-    rows = [row for batch, result in encoded(codec, [chats("good", "good")], 1) for row in batch if not result.faults]
-    assert len(rows) == 2
+    results = list(encode_batches(codec, [chats("good", "good")], 1))
+    assert sum(len(batch) for batch, result in results if not result.faults) == 2
     os.kill(codec.submit(in_process.pid).result(), signal.SIGKILL)
     assert codec.decode([68]) == "a"
     batches, numbers = [[Pending(n, Text("a"))] for n in range(7)], []
     batches.append([Pending(7, Text("a")), Pending(8, _Abort())])
     with pytest.raises(Died) as error:
-        numbers += (pending.number for batch, _ in encoded(codec, batches, 1 << 30) for pending in batch)
+        numbers += (pending.number for batch, _ in encode_batches(codec, batches, 1 << 30) for pending in batch)
     assert error.value.row == 8
     assert numbers == [*range(8)]
     assert codec.decode([68]) == "a"

@@ -38,7 +38,7 @@ def read(case, names=""):
     pairs = ",".join(filter(None, [case.get("map", ""), names]))
     classes = answers.classes_of(case.get("labels", ()))
     row = copy.deepcopy(case["row"])
-    return answers.read(row, answers.parse_map(pairs), case.get("kind", ""), classes, case.get("table", False))
+    return answers.read_row(row, answers.parse_map(pairs), case.get("kind", ""), classes, case.get("table", False))
 
 
 @pytest.mark.parametrize("case", TABLE, ids=lambda case: json.dumps(case["row"])[:60])
@@ -73,4 +73,4 @@ def test_names_of_classes(labels, named, names):
     rows = [{"text": "a", "label": label} for label in labels]
     assert answers.labels_in(rows, {}, named) == names
     classes = answers.classes_of(names)
-    assert {answers.read(row, {}, "classes", classes).value for row in rows} <= {*range(len(names))}
+    assert {answers.read_row(row, {}, "classes", classes).value for row in rows} <= {*range(len(names))}

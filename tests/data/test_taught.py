@@ -7,7 +7,7 @@ import pytest
 from safetensors.numpy import save_file
 
 from trireme.engine.data.dataset import DataOptions, load_dataset
-from trireme.engine.data.taught import FORMAT, NAMES, part_sum, read_names, taught_by
+from trireme.engine.data.taught import FORMAT, NAMES, part_sum, read_index, taught_by
 from trireme.models.config import InputError
 
 K = 2
@@ -42,14 +42,14 @@ def scored(folder, data, **change):
 
 def test_rows_of_a_teacher(tmp_path, data):
     scored(tmp_path / "s", data)
-    teacher = taught_by(read_names(tmp_path / "s"), data, 99)
+    teacher = taught_by(read_index(tmp_path / "s"), data, 99)
     for i, batch in enumerate(data.batches(1)):
         at = np.arange(len(batch.lengths)) + sum(len(b.lengths) for b in [*data.batches(1)][:i])
         taught = teacher.of(at)
         assert taught.ids[:, 0].tolist() == batch.labels[batch.labels >= 0].tolist()
         assert np.allclose(np.exp(taught.logps.astype(float)).sum(1) + np.exp(taught.rest), 1, atol=0.01)
     with pytest.raises(InputError, match="vocabulary"):
-        taught_by(read_names(tmp_path / "s"), data, 3)
+        taught_by(read_index(tmp_path / "s"), data, 3)
 
 
 @pytest.mark.parametrize("at", [-1, -9, -40, -100])
@@ -59,7 +59,7 @@ def test_one_bit_that_is_flipped(tmp_path, data, at):
     content[at] ^= 1
     path.write_bytes(content)
     with pytest.raises(InputError, match="damaged"):
-        taught_by(read_names(tmp_path / "s"), data, 99)
+        taught_by(read_index(tmp_path / "s"), data, 99)
 
 
 def test_scores_of_something_else(tmp_path, data):
@@ -67,8 +67,8 @@ def test_scores_of_something_else(tmp_path, data):
     for name, culprit in (("label", "lacks 4"), ("document", "lacks 4"), ("rest", "not a file of scores")):
         scored(tmp_path / name, data, **{name: others[name]})
         with pytest.raises(InputError, match=culprit):
-            taught_by(read_names(tmp_path / name), data, 99)
+            taught_by(read_index(tmp_path / name), data, 99)
     for content in ("{", "{}", '{"format": "trireme scores 1"}'):
         (tmp_path / "rest" / NAMES).write_text(content)
         with pytest.raises(InputError, match=NAMES):
-            read_names(tmp_path / "rest")
+            read_index(tmp_path / "rest")

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trireme.engine.data import tokens
-from trireme.engine.data.tokens import Writer, decode, key_of, opened, tidy
+from trireme.engine.data.tokens import Writer, key_of, open_tokens, tidy, unpack_tokens
 
 KEY = key_of("a")
 
@@ -27,14 +27,14 @@ def write(folder, rows, key=KEY):
 def test_what_is_written_is_read(tmp_path_factory, rows):
     folder = tmp_path_factory.mktemp("tokens")
     made = write(folder, rows)
-    for file in (made, opened(folder, KEY)):
+    for file in (made, open_tokens(folder, KEY)):
         assert file.lengths.tolist() == [len(row) for row in rows]
         assert file.meta["rows"] == len(rows)
         assert file.weights.tolist() == [2.0] * len(rows)
         assert file.values.tolist() == [len(row) for row in rows]
         assert file.meta["max_id"] == max((i for row in rows for i in row), default=-1)
         for i, row in enumerate(rows):
-            ids, trained = decode(file.read(int(file.offsets[i]), int(file.offsets[i + 1])))
+            ids, trained = unpack_tokens(file.read(int(file.offsets[i]), int(file.offsets[i + 1])))
             assert ids.tolist() == row
             assert trained.tolist() == [i % 2 == 1 for i in row]
     assert sorted(path.name for path in folder.iterdir()) == [f"{KEY}.npz", f"{KEY}.tokens"]
@@ -55,10 +55,10 @@ def test_damaged_files_are_made_again(tmp_path, part, how):
         path.write_bytes({"cut": changed[:-1], "empty": b"", "longer": changed + b"\0"}.get(how, changed))
         if how == "gone":
             path.unlink()
-        found = opened(tmp_path, KEY)
+        found = open_tokens(tmp_path, KEY)
         if found is not None:  # names and times of a zip may change, what it holds may not
             assert part == "npz"
-            assert decode(found.read(0, 5))[0].tolist() == [1, 2, 3, 4, 5]
+            assert unpack_tokens(found.read(0, 5))[0].tolist() == [1, 2, 3, 4, 5]
             assert found.offsets.tolist() == [0, 3, 5]
     assert write(tmp_path, [[1, 2, 3], [4, 5]]).n_documents == 2
 
@@ -78,7 +78,7 @@ def test_two_writers_of_one_key(tmp_path):
     assert [file.read(0, 2).tolist() for file in made] == [made[0].read(0, 2).tolist()] * 2
     for writer in (first, second):
         writer.close()
-    assert opened(tmp_path, KEY)
+    assert open_tokens(tmp_path, KEY)
 
 
 def test_what_was_not_used_for_longest_is_removed(tmp_path, monkeypatch):
@@ -91,11 +91,11 @@ def test_what_was_not_used_for_longest_is_removed(tmp_path, monkeypatch):
     size = sum((tmp_path / f"{keys[0]}.{part}").stat().st_size for part in ("npz", "tokens"))
     usage = type("Usage", (), {"total": tokens.SHARE * (2 * size + 10)})
     monkeypatch.setattr(tokens.shutil, "disk_usage", lambda _: usage)
-    file = opened(tmp_path, keys[1])
+    file = open_tokens(tmp_path, keys[1])
     tidy(tmp_path, {keys[0]})  # of this run, however old
     assert {path.stem for path in tmp_path.iterdir()} == {keys[0], keys[1], keys[3], "not ours"}
     usage.total = 0
     tidy(tmp_path, {keys[0]})
-    assert opened(tmp_path, keys[0])
-    assert opened(tmp_path, keys[1]) is None
+    assert open_tokens(tmp_path, keys[0])
+    assert open_tokens(tmp_path, keys[1]) is None
     assert file.read(0, 3).tolist() == [1 << 31 | 1] * 3  # a run that has it open

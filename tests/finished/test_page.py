@@ -7,7 +7,7 @@ from pages import check_page, in_browser
 from runs import records
 
 from trireme.engine.run.log import Log
-from trireme.engine.run.page import Facts
+from trireme.engine.run.page import PageFacts
 
 
 @pytest.mark.parametrize(("joules", "shown"), [((3.6e6, 1.8e6), "1.5 kWh"), ((None, 1.8e6), ""), ((None, None), "")])
@@ -18,7 +18,7 @@ def test_energy_counts_on_after_a_stop_if_all_steps_have_it(tmp_path, joules, sh
         record = {"step": step, "loss": 1.0, "step_time_s": 1.0, "tokens": 4}
         log.add(record if used is None else record | {"gpu_joules": used})
         since = log.sync()
-        log.draw(Facts("a run \udcff"))  # in the name of a file that is not UTF-8
+        log.draw(PageFacts("a run \udcff"))  # in the name of a file that is not UTF-8
         log.close()
     page = (tmp_path / "report.html").read_text()
     assert shown in page

@@ -19,7 +19,7 @@ from mutations import Target, as_json
 
 from trireme.engine.data import answers
 from trireme.engine.data.chat import ChatTemplate
-from trireme.engine.data.encode import encode
+from trireme.engine.data.encode import encode_examples
 from trireme.engine.data.read import BadRow
 from trireme.engine.data.template import BUILT_IN
 
@@ -133,8 +133,8 @@ def _made(folder: Path, format: str) -> Target:
             return
         if not isinstance(row, dict):
             return
-        said = answers.read(row, {}, "")
-        made = encode(said.examples, tokenizer, templates[len(content) % 2])
+        said = answers.read_row(row, {}, "")
+        made = encode_examples(said.examples, tokenizer, templates[len(content) % 2])
         if made.faults:
             raise BadRow(made.faults[0])
         if said.form == "input_ids":

@@ -143,13 +143,13 @@ def _command(
 def set_best(step: int) -> None:
     """Runs of this process evaluate best in a step, and sample one token."""
     evaluate.LONGEST = 0.0
-    real, evaluates, steps = evaluate.Evaluator.loss, loop.Run.evaluate, [0]
+    real, evaluates, steps = evaluate.Evaluator.loss, loop.Loop.evaluate, [0]
 
     def worse(*args):
         loss, metrics = real(*args)
         return loss + abs(steps[-1] - step), metrics
 
-    loop.Run.evaluate = lambda run: (steps.append(run.done.step), evaluates(run))[1]
+    loop.Loop.evaluate = lambda run: (steps.append(run.done.step), evaluates(run))[1]
     evaluate.Evaluator.loss = worse
 
 
@@ -166,7 +166,7 @@ def _stop_in_step(stop: int) -> None:
 
 def watch_files(inside: str, fatal: int, late: int, note: mmap.mmap) -> None:
     """Counts what this process does to files under `inside`, and kills it before event `fatal`, or `late`."""
-    numbers, ends, finish = itertools.count(1), [0, 0], loop.Run.end
+    numbers, ends, finish = itertools.count(1), [0, 0], loop.Loop.end
 
     def event(name: str, path, folder: int = -1) -> None:
         fd, path = (path, "") if isinstance(path, int) else (folder, os.fsdecode(path))
@@ -182,7 +182,7 @@ def watch_files(inside: str, fatal: int, late: int, note: mmap.mmap) -> None:
             if n == fatal or (late and ends[0] and n == ends[0] + late):
                 os.kill(os.getpid(), signal.SIGKILL)
 
-    def ending(run: loop.Run) -> None:
+    def ending(run: loop.Loop) -> None:
         ends[0] = struct.unpack_from("i", note)[0]
         finish(run)
 
@@ -201,7 +201,7 @@ def watch_files(inside: str, fatal: int, late: int, note: mmap.mmap) -> None:
 
         return called
 
-    loop.Run.end = ending
+    loop.Loop.end = ending
     sys.addaudithook(audited)  # the kernel's calls that no hook hears of:
     for name in ("fsync", "fdatasync", "posix_fallocate", "pwrite", "pwritev", "write"):
         setattr(os, name, told(name, getattr(os, name)))

@@ -97,10 +97,10 @@ def test_files_of_a_data_set_are_chosen_or_named(case):
     """Those to train on; where it is not clear which, the message names some."""
     files, file, wanted = SETS[case]
     if isinstance(wanted, list):
-        assert names.chosen(names.Name("a/b", file=file), files) == [files[k] for k in wanted]
+        assert names.chosen_files(names.Name("a/b", file=file), files) == [files[k] for k in wanted]
         return
     with pytest.raises(InputError, match=wanted):
-        names.chosen(names.Name("a/b", file=file), files)
+        names.chosen_files(names.Name("a/b", file=file), files)
 
 
 def test_a_name_is_written_as_it_was_read_and_a_path_stays_a_path(tmp_path, monkeypatch):
@@ -114,8 +114,8 @@ def test_a_name_is_written_as_it_was_read_and_a_path_stays_a_path(tmp_path, monk
         assert str(names.name_of(text, of_data=True)) == text
     commit, root = "0" * 40, names.cache()
     file = root / f"datasets--a--b/snapshots/{commit}/data/x.csv"
-    assert names.written(f"{file}:0.5") == f"{HF}a/b@{commit}/data/x.csv:0.5"
-    assert names.written(f"{root}/models--a--b/snapshots/{commit}") == f"a/b@{commit}"
+    assert names.as_saved(f"{file}:0.5") == f"{HF}a/b@{commit}/data/x.csv:0.5"
+    assert names.as_saved(f"{root}/models--a--b/snapshots/{commit}") == f"a/b@{commit}"
 
 
 # ---------------------------------------------------------------- uploads

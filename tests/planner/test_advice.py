@@ -9,7 +9,7 @@ from plans import ONE_B, SEVEN_B
 from trireme.engine.plan import DoesNotFit, Limits, Plan
 from trireme.engine.planner.advice import check_drive, faster
 from trireme.engine.planner.choose import first_plan
-from trireme.engine.planner.forecast import Files, Forecast, Work
+from trireme.engine.planner.forecast import Files, Forecast, RunWork
 from trireme.engine.planner.lines import rates_line
 from trireme.engine.planner.rates import assume
 from trireme.engine.planner.rule import Wanted, simple_plan
@@ -24,7 +24,7 @@ def forecast(machine: str, cfg: ModelConfig = SEVEN_B, sequences: int = 16, **mo
     m = assume(machine)
     sizes = tuple((rows * 2048, -(-sequences // rows)) for rows in (4, 2, 1) if rows <= sequences)
     made = first_plan(cfg, m.limits, Wanted(sizes, record=1 << 25), drive=bool(m.ssd))
-    return Forecast(cfg, made, m, m.limits, Work(2048, sequences, 1000), **more)
+    return Forecast(cfg, made, m, m.limits, RunWork(2048, sequences, 1000), **more)
 
 
 def adapters(name: str) -> tuple[ModelConfig, ModelConfig]:

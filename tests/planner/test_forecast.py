@@ -15,7 +15,7 @@ from trireme.engine.buffers import usage
 from trireme.engine.build import collate, to_devices
 from trireme.engine.plan import UnitPlan
 from trireme.engine.planner.choose import first_plan
-from trireme.engine.planner.forecast import Files, Forecast, Work
+from trireme.engine.planner.forecast import Files, Forecast, RunWork
 from trireme.engine.planner.lines import cell, disk_line, memory_lines, ready_line, time_line, wear_line
 from trireme.engine.planner.predict import Batch, predict_evaluation
 from trireme.engine.planner.rates import SHEETS, assume
@@ -30,7 +30,7 @@ from trireme.engine.planner.whole import (
     estimated_parts,
     evaluation_s,
     token_s,
-    written,
+    written_bytes,
 )
 from trireme.engine.step import evaluate
 from trireme.models.rows import rope_tables
@@ -43,13 +43,13 @@ def forecast(machine: str, sequences: int = 16, **more) -> Forecast:
     """Of a 7B."""
     m = assume(machine)
     made = first_plan(SEVEN_B, m.limits, Wanted(((8192, 4), (1024, 32)), record=1 << 25), drive=bool(m.ssd))
-    return Forecast(SEVEN_B, made, m, m.limits, Work(2048, sequences, 1000, **more))
+    return Forecast(SEVEN_B, made, m, m.limits, RunWork(2048, sequences, 1000, **more))
 
 
 def on(unit: UnitPlan, keep: int = 0, **files) -> Forecast:
     """Of a 1B, every unit alike."""
     m = assume("gpu=rtx4090,ram=128GiB,ssd=2TB@7/5")
-    return Forecast(ONE_B, plan(ONE_B, unit, keep), m, m.limits, Work(1024, 32, 1000), Files(export=EXPORT, **files))
+    return Forecast(ONE_B, plan(ONE_B, unit, keep), m, m.limits, RunWork(1024, 32, 1000), Files(export=EXPORT, **files))
 
 
 GPU, RAM, SSD = on(UnitPlan(), 12), on(UnitPlan("ram", "ram")), on(UnitPlan("ssd", "ssd"))
@@ -79,7 +79,7 @@ def test_cells_of_the_memory_table_keep_apart(nbytes):
 def test_inputs_that_no_memory_holds_are_counted_on_the_drive():
     m = assume("gpu=rtx4090,ram=24GiB,ssd=2TB@7/5")
     made = simple_plan(SEVEN_B, m.limits, Wanted(((8192, 16),), mode="backward", record=1 << 25))
-    f = Forecast(SEVEN_B, made, m, m.limits, Work(2048, 64, 1000))
+    f = Forecast(SEVEN_B, made, m, m.limits, RunWork(2048, 64, 1000))
     inputs, part = 16 * 8192 * 4096 * 2 * sum(unit.x == "ssd" for unit in made.units[1:]), f.disk_parts()
     assert inputs > 30e9
     assert (part["scratch"], f.memory()["activations"]["ssd"]) == (inputs, inputs)
@@ -165,11 +165,11 @@ def test_bytes_are_counted_by_what_writes_them():
     units = (units[0], *(replace(unit, x="ssd") for unit in units[1:-1]), units[-1])
     away = replace(SSD, plan=replace(SSD.plan, units=units, between="ram"))
     events = Events(evaluations=2, held_out=64, snapshots=3, exports=2)
-    counts, stored = written(away, 10, events), away.stored()
+    counts, stored = written_bytes(away, 10, events), away.stored()
     inputs = 2 * 2 * 32 * 1024 * 2048 * 2 * ONE_B.n_layers  # twice two groups, of 32 rows
     assert counts == {"steps": 10 * away.step.ssd_written, "evaluations": pytest.approx(inputs, rel=0.01),
                       "snapshots": 0, "checkpoints": 2 * EXPORT, "start": stored}  # fmt: skip
-    counts = written(RAM, 10, events)
+    counts = written_bytes(RAM, 10, events)
     assert (counts["steps"], counts["evaluations"], counts["snapshots"], counts["start"]) == (0, 0, 3 * stored, 0)
 
 
@@ -189,7 +189,7 @@ def test_an_evaluation_moves_and_a_snapshot_writes_what_is_estimated(cfg):
     """From RAM and drives: on a CPU what a GPU has is in RAM. The second time, as what is there already stays."""
     units = tuple((*TIERS, *MIXED)[u % 6] for u in range(cfg.n_units))
     made = gpu_plan(cfg, halves=cfg.halves, units=units, dtype="BF16", record=700, between="ram")
-    e, f = make(cfg, made, poison=False), Forecast(cfg, made, RAM.machine, RAM.limits, Work(24, 2, 1))
+    e, f = make(cfg, made, poison=False), Forecast(cfg, made, RAM.machine, RAM.limits, RunWork(24, 2, 1))
     tables = rope_tables(e.cfg, 64, "cpu")
     inputs = [to_devices(collate(e.cfg, mb), [(tables, "cpu")]) for mb in batches(cfg, 1, 2, 24)[0]]
     for _ in range(2):
@@ -211,6 +211,6 @@ def test_an_evaluation_moves_and_a_snapshot_writes_what_is_estimated(cfg):
 @given(st.integers(1, 40), st.integers(1, 5), st.integers(1, 3))
 def test_a_step_has_all_its_tokens(sequences, rows, hosts):
     made = replace(RAM.plan, tokens=rows * 1024, n_micro=-(-sequences // rows // hosts) + 1)
-    batch = Work(1024, sequences, 1).batch(replace(made, hosts=hosts))
+    batch = RunWork(1024, sequences, 1).batch(replace(made, hosts=hosts))
     assert sequences * 1024 <= hosts * batch.n_micro * batch.tokens
     assert batch.n_micro <= made.n_micro

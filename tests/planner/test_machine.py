@@ -51,27 +51,27 @@ def folder(tmp_path, monkeypatch):
 def test_what_was_measured_is_kept_while_the_machine_is_the_same(folder):
     calls = []
     measure = lambda: calls.append(1) or {"h2d": 5e10}
-    assert cache.cached({"gpu": "A"}, measure) == ({"h2d": 5e10}, "measured, 0 s")
-    assert cache.cached({"gpu": "A"}, measure) == ({"h2d": 5e10}, "measured before")
-    assert cache.cached({"gpu": "B"}, measure)[1] == "measured, 0 s"
+    assert cache.look_up({"gpu": "A"}, measure) == ({"h2d": 5e10}, "measured, 0 s")
+    assert cache.look_up({"gpu": "A"}, measure) == ({"h2d": 5e10}, "measured before")
+    assert cache.look_up({"gpu": "B"}, measure)[1] == "measured, 0 s"
     assert len(calls) == 2
     for file in (folder / "trireme").iterdir():
         file.unlink()
-    assert cache.cached({"gpu": "A"}, measure)[1] == "measured, 0 s"
+    assert cache.look_up({"gpu": "A"}, measure)[1] == "measured, 0 s"
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", '{"identity": {"gpu": "A", "version": 1}, "rates": {"h2d": "fast"}}'])
 def test_a_damaged_file_is_measured_anew(folder, text):
-    cache.cached({"gpu": "A"}, lambda: {"h2d": 1.0})
+    cache.look_up({"gpu": "A"}, lambda: {"h2d": 1.0})
     (file,) = (folder / "trireme").iterdir()
     file.write_text(text)
-    assert cache.cached({"gpu": "A"}, lambda: {"h2d": 2.0})[0] == {"h2d": 2.0}
+    assert cache.look_up({"gpu": "A"}, lambda: {"h2d": 2.0})[0] == {"h2d": 2.0}
     assert json.loads(file.read_text())["rates"] == {"h2d": 2.0}
 
 
 def test_a_cache_that_cannot_be_written_costs_only_time(folder):
     folder.write_text("a file where the folder should be")
-    assert cache.cached({"gpu": "A"}, lambda: {"h2d": 1.0})[0] == {"h2d": 1.0}
+    assert cache.look_up({"gpu": "A"}, lambda: {"h2d": 1.0})[0] == {"h2d": 1.0}
 
 
 def test_a_file_that_cannot_be_replaced_leaves_no_other(folder):
@@ -84,10 +84,10 @@ def test_a_file_that_cannot_be_replaced_leaves_no_other(folder):
 
 
 def test_rates_are_not_kept_where_others_may_write(folder, monkeypatch):
-    cache.cached({"gpu": "A"}, lambda: {"h2d": 1.0})
+    cache.look_up({"gpu": "A"}, lambda: {"h2d": 1.0})
     (file,) = (folder / "trireme").iterdir()
     monkeypatch.setattr(os, "geteuid", lambda: file.stat().st_uid + 1)  # the folder is somebody else's
-    assert cache.cached({"gpu": "A"}, lambda: {"h2d": 2.0})[0] == {"h2d": 2.0}
+    assert cache.look_up({"gpu": "A"}, lambda: {"h2d": 2.0})[0] == {"h2d": 2.0}
     assert json.loads(file.read_text())["rates"] == {"h2d": 1.0}
     assert list((folder / "trireme").iterdir()) == [file]
 

@@ -15,7 +15,7 @@ from runs import ended, go, hold, records, wait_for
 import trireme
 from trireme.engine.run.loop import train
 from trireme.engine.run.options import Options, every
-from trireme.engine.run.report import changes
+from trireme.engine.run.report import comparisons
 
 NAN = float("nan")
 
@@ -33,7 +33,7 @@ NAN = float("nan")
 ])  # fmt: skip
 def test_each_figure_has_a_verdict(before, after, verdicts, share):
     named = ({f"eval_{name}": value for name, value in figures.items()} for figures in (before, after))
-    made = list(changes(*named, "eval", "rows", "tokens"))
+    made = list(comparisons(*named, "eval", "rows", "tokens"))
     assert [is_better for is_better, _ in made] == [verdict == "better" for verdict in verdicts]
     assert all(line.endswith(verdict) for (_, line), verdict in zip(made, verdicts, strict=True))
     assert share in "".join(line for _, line in made)

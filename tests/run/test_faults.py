@@ -77,7 +77,7 @@ class Faults:
 
     def look_for_waits(self) -> None:
         """Counts what the run's own thread waits for that no watchdog looks at, from its loading on."""
-        watched, load, result = state.Training.watched, loop.Run.load, Future.result
+        watched, load, result = state.Training.watched, loop.Loop.load, Future.result
 
         @contextmanager
         def counted(run, what):
@@ -96,7 +96,7 @@ class Faults:
             self.waits("result")
             return result(future, timeout)
 
-        state.Training.watched, loop.Run.load, Future.result = counted, loaded, waited
+        state.Training.watched, loop.Loop.load, Future.result = counted, loaded, waited
 
     def waits(self, what: str) -> None:
         if self.begun and not self.watches and threading.current_thread() is threading.main_thread():

@@ -74,15 +74,15 @@ def options() -> st.SearchStrategy:
 @given(o=options(), names=st.sets(st.sampled_from(sorted(OPTIONS))))
 def test_yaml_gives_back_the_options_from_any_folder(o, names, tmp_path_factory):
     path, here = tmp_path_factory.getbasetemp() / "config.yaml", Path.cwd()
-    path.write_bytes(config_file.write(replace(o, chosen=frozenset(names))))
+    path.write_bytes(config_file.content(replace(o, chosen=frozenset(names))))
     assert config_file.is_own(path)
     before = config_file.saved(o)
     os.chdir("/")
     try:
-        read, chosen = config_file.read(path, config_file.text_of(path))
+        read, chosen = config_file.parse_options(path, config_file.text_in(path))
         again = Options.of(read)
         assert config_file.saved(again) == before
-        assert config_file.changes(again, before) == []
+        assert config_file.changed(again, before) == []
     finally:
         os.chdir(here)
     assert chosen <= names
@@ -126,7 +126,7 @@ def test_records_come_back_and_damage_is_seen(step, loss, files, tmp_path_factor
     for made in (
         record.Best(files),
         record.State("a", True, False),
-        record.Progress(step, best=loss),
+        record.RunProgress(step, best=loss),
     ):
         folder.write_record(path, made)
         assert folder.read_record(path, type(made)) == made
@@ -140,7 +140,7 @@ def test_records_come_back_and_damage_is_seen(step, loss, files, tmp_path_factor
 
 def test_config_lists_first_what_was_chosen(tmp_path):
     o = Options.of({"model": "m", "data": ["x"], "lr": "1e-3"})
-    chosen, _, rest = config_file.write(o).decode().partition(config_file.REST)
+    chosen, _, rest = config_file.content(o).decode().partition(config_file.REST)
     assert yaml.safe_load(chosen).keys() == {"model", "data", "lr"}
     assert "seed" in yaml.safe_load(rest)
     assert config_file.saved(Options(val="2.5e-2"))["val"] == "2.5e-2"  # which is no path

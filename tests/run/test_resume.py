@@ -62,12 +62,12 @@ def test_a_stopped_run_resumes_bitwise(narrow, tmp_path, monkeypatch, more):
 def test_a_run_that_stops_before_its_first_snapshot_leaves_nothing_or_begins_again(narrow, tmp_path, monkeypatch):
     run = options(narrow, tmp_path / "out", "gpu")
     with monkeypatch.context() as m:
-        m.setattr(loop.Run, "load", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
+        m.setattr(loop.Loop, "load", lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             train(run)
     assert not (tmp_path / "out").exists()
     with monkeypatch.context() as m:
-        m.setattr(loop.Run, "step", lambda *_: os._exit(9))
+        m.setattr(loop.Loop, "step", lambda *_: os._exit(9))
         assert ended(child(run)) == 9
     assert (tmp_path / "out/.run").is_dir()
     with pytest.raises(InputError, match="--resume"):

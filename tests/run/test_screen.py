@@ -19,7 +19,7 @@ from pages import check_page
 
 from trireme.engine.run import screen
 from trireme.engine.run.log import Log, read_log
-from trireme.engine.run.page import MARKS, Facts, page
+from trireme.engine.run.page import MARKS, PageFacts, page
 from trireme.engine.run.signals import NOTICES
 
 ROOT = Path(__file__).parents[2]
@@ -156,7 +156,7 @@ def test_a_page_is_made_of_any_losses(points):
     records = [dict(step=step, loss=loss) for step, loss in sorted(points, key=lambda point: point[0])]
     begins, ends = MARKS
     examples = [f"[INST] a {begins}b{ends} <c>", f"a {begins}cut off", f"a{ends}"]
-    html = page([*records, dict(step=1, eval_loss=2.0, sample="<b>")], Facts("<t>", examples=examples))
+    html = page([*records, dict(step=1, eval_loss=2.0, sample="<b>")], PageFacts("<t>", examples=examples))
     check_page(html)
     assert html.count("<svg") == 1
     assert "<b>" not in html

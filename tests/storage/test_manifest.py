@@ -198,7 +198,7 @@ def test_the_way_back_from_a_damaged_manifest(tmp_path):
 def test_a_manifest_says_what_was_written(ours):
     """The way to disk and back."""
     text = (ours / "d0" / SNAPSHOT / MANIFEST).read_bytes()
-    snapshot = snapshots.parse(text)
+    snapshot = snapshots.parse_manifest(text)
     assert {name: r.layout for name, r in snapshot.shards.items()}["block-0"] == WEIGHTS
     assert snapshot.shards["block-0.adam"].layout == STATE
     assert snapshot.extra == {"step": 1, "rng": [1, 2.5, None]}

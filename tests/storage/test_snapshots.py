@@ -201,7 +201,7 @@ def test_after_a_power_failure_at_any_moment_what_a_manifest_names_is_there(tmp_
 
     def check(trees: dict, name: str) -> int:
         folder = trees["d0"][name]
-        snapshot = snapshots.parse(folder[snapshots.MANIFEST])
+        snapshot = snapshots.parse_manifest(folder[snapshots.MANIFEST])
         for record_name, record in snapshot.shards.items():
             span = bytearray(record.layout.span)
             links = [link for link in snapshot.links() if link[1].split(".")[0] == record_name]

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from tiny import CASES, oracle
 
 from trireme.engine.queues.real import RealQueues
-from trireme.engine.tuning.base import CheckpointBase, check_unchanged, stamps, way, why_copied
-from trireme.engine.tuning.chosen import chosen
+from trireme.engine.tuning.base import CheckpointBase, check_unchanged, extents_of, stamps, why_copied
+from trireme.engine.tuning.chosen import train_only
 from trireme.models import hf
 from trireme.storage.aio import arena
 from trireme.storage.checkpoint import Source, SourceTensor, open_source
@@ -49,7 +49,7 @@ def test_every_tensor_comes_from_its_place(device, drawn, random):
     stored = {name: name for name in names}
     layout = pack([[(name, tensors[name].shape)] for name in names], "F32")
     source = Source(folder, tuple(f for f in ends if ends[f]), tensors, {})
-    extents, pieces = way(layout, source, stored)
+    extents, pieces = extents_of(layout, source, stored)
     room = layout.span + 2 * ALIGN * len(names)
     assert all((e.offset | e.nbytes | e.first) % ALIGN == 0 and e.first + e.nbytes <= room for e in extents)
     buffer, out = arena(room), bytearray(layout.span)
@@ -117,7 +117,7 @@ def model(folder: Path):
 
 def test_where_it_has_to_be_copied(tmp_path):
     cfg, source, stored = model(tmp_path)
-    some = chosen(cfg, ("*embed*",), ())
+    some = train_only(cfg, ("*embed*",), ())
     why = lambda cfg=some, dtype="F32", stores=(tmp_path / "store",): why_copied(cfg, dtype, source, stored, stores)
     assert why() == ""
     assert why(dtype="BF16") == "they are F32, and computed with in BF16"

@@ -6,7 +6,7 @@ import pytest
 from engines import GPT, LLAMA
 from tiny import CASES, oracle
 
-from trireme.engine.tuning.chosen import adapted, chosen, folded, matching, targets, trained_lines
+from trireme.engine.tuning.chosen import adapted, folded, matching, targets, train_only, trained_lines
 from trireme.models.config import InputError, Lora
 from trireme.models.sizes import shapes
 
@@ -28,9 +28,9 @@ EVERY = trained(LLAMA)
 def test_what_matches_is_trained_or_frozen(train, freeze, words):
     if words is None:
         with pytest.raises(InputError, match="leave nothing to train"):
-            chosen(LLAMA, freeze, train)
+            train_only(LLAMA, freeze, train)
         return
-    found = trained(chosen(LLAMA, freeze, train))
+    found = trained(train_only(LLAMA, freeze, train))
     if train:
         assert found == {name for name in EVERY if words in name and (not freeze or "layers.0." not in name)}
     else:
@@ -45,7 +45,7 @@ def test_what_matches_is_trained_or_frozen(train, freeze, words):
 ])  # fmt: skip
 def test_patterns_that_fit_nothing_are_one_line_with_the_nearest_names(freeze, train, words):
     with pytest.raises(InputError, match=words) as refused:
-        chosen(LLAMA, freeze, train)
+        train_only(LLAMA, freeze, train)
     assert "\n" not in str(refused.value)
 
 
@@ -57,7 +57,7 @@ def test_names_of_all_layers_are_one():
 
 
 def test_what_each_pattern_matches_is_said():
-    cfg = chosen(LLAMA, ("*embed*",), ())
+    cfg = train_only(LLAMA, ("*embed*",), ())
     first, second = trained_lines(cfg, {"--train": (), "--freeze": ("*embed*",)})
     assert first.startswith(f"{len(EVERY) - 1} of {len(EVERY)} tensors, ")
     assert second == "--freeze *embed*: model.embed_tokens.weight"

@@ -13,7 +13,7 @@ from packed_files import write_packed, write_shards
 from safetensors.torch import load_file
 from tiny import LLAMA, oracle
 
-from trireme.engine.tuning.chosen import chosen
+from trireme.engine.tuning.chosen import train_only
 from trireme.engine.tuning.packed_source import Packed
 from trireme.engine.tuning.parts import open_checkpoint
 from trireme.models.config import InputError, read_config
@@ -52,7 +52,7 @@ def test_files_about_a_packing_go_where_it_is_decoded(form, trained, tmp_path):
     for name in QUANTIZERS:
         (tmp_path / "packed" / name).write_text("{}")
     set_config(tmp_path / "packed", dtype="float16")
-    out = written(tmp_path / "packed", lambda cfg: cfg if trained else chosen(cfg, (), ("*norm*",)))
+    out = written(tmp_path / "packed", lambda cfg: cfg if trained else train_only(cfg, (), ("*norm*",)))
     left = {name for name in QUANTIZERS if (out / name).exists()}
     assert left == (set() if trained else set(QUANTIZERS))
     config = json.loads((out / "config.json").read_text())

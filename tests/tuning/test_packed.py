@@ -18,9 +18,9 @@ from trireme.engine.exchange import Exchange
 from trireme.engine.geometry import Geometry
 from trireme.engine.run.loop import train as finetune
 from trireme.engine.tuning.base import why_copied
-from trireme.engine.tuning.chosen import adapted, chosen
+from trireme.engine.tuning.chosen import adapted, train_only
 from trireme.engine.tuning.merging import merge_adapter
-from trireme.engine.tuning.packed_source import as_said, unpacked
+from trireme.engine.tuning.packed_source import as_configured, unpacked
 from trireme.engine.tuning.parts import as_stored, open_checkpoint
 from trireme.kernels.optimizer.reference import split_master
 from trireme.models.config import InputError, Lora, read_config
@@ -116,7 +116,7 @@ def test_config_alone_says_what_is_packed(made, form):
     planned = replace(planned, packing=replace(planned.packing.with_dtypes(dtypes), experts=cfg.packing.experts))
     bytes_of = lambda cfg: [layout.nbytes for layout in Geometry.of(cfg, gpu_plan(cfg, dtype="BF16")).base]
     if form != "fp8, one in bf16":
-        assert bytes_of(as_said(planned)) == bytes_of(planned) == bytes_of(cfg)
+        assert bytes_of(as_configured(planned)) == bytes_of(planned) == bytes_of(cfg)
     said = []
     open_checkpoint(folder, read_config(folder).packing, said.append)
     assert not said
@@ -132,7 +132,7 @@ def test_what_stays_frozen_is_copied_as_it_is(made, form, layers, tmp_path):
     """Of one layer, in bf16: the other is decoded as it is read."""
     folder, plain, decoded = made(form)
     freeze = tuple(name for name in decoded if layers in name)
-    cfg, source, _ = opened(folder, lambda cfg: chosen(cfg, freeze, ()))
+    cfg, source, _ = opened(folder, lambda cfg: train_only(cfg, freeze, ()))
     e, x = exchange(cfg, source)
     parts = {t.name for layout in e.geo.base for t in layout.tensors if cfg.packing.part_of(t.name)}
     assert parts
@@ -243,7 +243,7 @@ def test_matrices_that_are_left_out_stay_as_they_are(made, form, key, tmp_path):
     rewrite(folder, tmp_path, change, **{key: ["lm_head", "model.layers.1.mlp.down_proj"]})
     cfg, source, _ = opened(tmp_path, lambda cfg: adapted(cfg, Lora(2, 4.0, ("q_proj",))))
     assert {n for n in decoded if source.packs(n)} == decoded.keys() - {name}
-    assert name not in as_said(read_config(tmp_path)).packed
+    assert name not in as_configured(read_config(tmp_path)).packed
     exchange(cfg, source)[1].load()
 
 
@@ -303,7 +303,7 @@ def test_tensors_that_are_copied_may_be_packed_in_another_way(groups):
     source = open_checkpoint(groups, cfg.packing, said.append)
     assert said == []
     assert source.tensors[f"{MTP}.weight_packed"].dtype == "I32"
-    assert as_said(cfg).packed == as_stored(cfg, source).packed  # config.json alone says the same
+    assert as_configured(cfg).packed == as_stored(cfg, source).packed  # config.json alone says the same
     with pytest.raises(CheckpointError, match=rf"{MTP}.weight_\w+ .* Take the BF16"):
         unpacked(source)
 

@@ -22,7 +22,7 @@ from trireme.engine.run.job import make
 from trireme.engine.run.loop import train as finetune
 from trireme.engine.tuning.base import CheckpointBase, why_copied
 from trireme.engine.tuning.cached import cached
-from trireme.engine.tuning.chosen import adapted, chosen
+from trireme.engine.tuning.chosen import adapted, train_only
 from trireme.engine.tuning.quantized import BASES, STRIP, Encoder, quantized
 from trireme.kernels.packed.reference import NF4
 from trireme.models import hf
@@ -218,7 +218,7 @@ def test_what_is_not_of_it_is_refused(tmp_path):
     cfg, source, stored = opened(tmp_path)
     with pytest.raises(InputError, match="--base nf4"):
         quantized(cfg, source, "nf4", stored)
-    frozen = chosen(cfg, ("*.mlp.*",), ())
+    frozen = train_only(cfg, ("*.mlp.*",), ())
     with pytest.raises(InputError, match="--dtype fp8"):
         quantized(replace(frozen, fp8=True), source, "fp8", stored)
     found, _ = quantized(frozen, source, "fp8", stored)

@@ -19,7 +19,7 @@ from trireme.engine.tuning.peft_config import CONFIG
 from trireme.engine.tuning.repacked import repacked
 from trireme.engine.tuning.spellings import PREFIX
 from trireme.models.config import InputError, read_config
-from trireme.storage.checkpoint import joined
+from trireme.storage.checkpoint import concat
 
 pytestmark = pytest.mark.grid
 ATTENTION = "q_proj", "o_proj"
@@ -74,7 +74,7 @@ def test_what_an_adapter_changes_is_packed_as_before_and_nothing_else_changes(fo
     source = open_checkpoint(tmp_path / "same", read_config(tmp_path / "same").packing).computed_in("F32")
     for name in added.keys() & decoded.keys():
         exact = decoded[name] + added[name]
-        ours = torch.from_numpy(joined(source.values(name))).view(exact.shape)
+        ours = torch.from_numpy(concat(source.values(name))).view(exact.shape)
         theirs = FORMATS[form].pack(name, exact)[1]
         assert (ours - exact).norm() <= LESS_EXACT.get(form, 1.001) * (theirs - exact).norm()
 

@@ -24,7 +24,7 @@ from trireme.storage.files import replace_synced
 VERSION = 12  # of what is measured: rates of another version are measured again
 
 
-def cached(
+def look_up(
     identity: dict[str, Any], measure: Callable[[], dict[str, float]], anew: bool = False
 ) -> tuple[dict[str, float], str]:
     """Returns the rates stored for this identity; without any, or with `anew`, stores and returns those of `measure`.

@@ -39,7 +39,7 @@ MODEL = {
 }  # fmt: skip
 
 
-def prepared(o: Options) -> Options:
+def with_demo(o: Options) -> Options:
     """`o` with a checkpoint and the stories in a new folder of the system's temporary one. Raises InputError."""
     o.check()
     folder = Path(mkdtemp(prefix="trireme-demo-"))

@@ -11,8 +11,8 @@ import numpy as np
 
 from trireme.engine.data.dataset import Dataset
 from trireme.engine.run import screen
-from trireme.engine.run.after.opened import Finished, computing, open_finished, read_data, with_defaults
-from trireme.engine.run.opening import kind_of, preference_of
+from trireme.engine.run.after.opened import Finished, computing, open_finished, read_as_run, with_defaults
+from trireme.engine.run.opening import preference_of, row_kind
 from trireme.engine.run.options import Eval
 from trireme.models.config import InputError
 from trireme.models.losses.preferences import Preference
@@ -35,10 +35,10 @@ def losses(o: Eval) -> Iterator[dict[str, float]]:
     if not o.data:
         raise InputError("no data is named. Add --data FILE.")
     f = open_finished(o.folder, o.model)
-    return figures(f, *prepared(f, o))
+    return results(f, *prepare(f, o))
 
 
-def prepared(f: Finished, o: Eval) -> tuple[Eval, list[Dataset], Preference | None]:
+def prepare(f: Finished, o: Eval) -> tuple[Eval, list[Dataset], Preference | None]:
     """(the options with those of the run, data with references, what is compared). Raises as `losses`."""
     head = {0: "", 1: "reward"}.get(f.cfg.scores, "classify")
     if o.method != head and (o.method in ("reward", "classify") or (head and o.method != "sft")):
@@ -47,7 +47,7 @@ def prepared(f: Finished, o: Eval) -> tuple[Eval, list[Dataset], Preference | No
     o = with_defaults(f, replace(o, method=head or o.method))
     o.check()
     preference, codec = preference_of(o), f.codec(o)
-    data = [read_data(f, o, codec, name, kind_of(o)) for name in o.data]
+    data = [read_as_run(f, o, codec, name, row_kind(o)) for name in o.data]
     if preference and preference.compares:
         before = _reference(f, o, data)
         screen.say(f"compared with {before.name}")
@@ -56,7 +56,7 @@ def prepared(f: Finished, o: Eval) -> tuple[Eval, list[Dataset], Preference | No
     return o, data, preference
 
 
-def figures(f: Finished, o: Eval, data: list[Dataset], preference: Preference | None) -> Iterator[dict[str, float]]:
+def results(f: Finished, o: Eval, data: list[Dataset], preference: Preference | None) -> Iterator[dict[str, float]]:
     """As `losses`, of a model with the tokens and the head of the one for which the data were prepared."""
     with computing(f, o, data[0].options.room) as e:
         for read in data:

@@ -90,20 +90,20 @@ def stored_name(path: str | Path) -> Name | None:
     return Name(f"{match[2]}/{match[3]}", match[4], match[5])
 
 
-def written(path: str) -> str:
+def as_saved(path: str) -> str:
     """A path as config.yaml has it: by its name on the hub if it has one; a data file with its weight."""
     plain, _ = weighed(path)
     name = stored_name(plain)
     return f"{name}{path[len(plain) :]}" if name else path
 
 
-def title(model: str) -> str:
+def model_title(model: str) -> str:
     """A model's name for people."""
     name = stored_name(model) or name_of(model)
     return name.repo.partition("/")[2] if name else Path(model).resolve().name
 
 
-def base_of(model: str) -> tuple[str, str]:
+def name_and_commit(model: str) -> tuple[str, str]:
     """The base of adapters: (name on the hub, commit), or (absolute path, "")."""
     name = stored_name(model)
     return (name.repo, name.revision) if name else (str(Path(model).resolve()), "")
@@ -119,7 +119,7 @@ def fetched(options: Options) -> Options:
         if text := getattr(options, name):
             files[name], *others = _data(text)
             if others:
-                raise InputError(f"--{name} {text}: several files. Name one: --{name} {written(files[name])}.")
+                raise InputError(f"--{name} {text}: several files. Name one: --{name} {as_saved(files[name])}.")
     folder = lambda name: name and folder_of(name, options.dry_run)  # the largest last
     return replace(options, data=tuple(data), model=folder(options.model), teacher=folder(options.teacher), **files)
 
@@ -160,12 +160,12 @@ def _data(text: str) -> list[str]:
 
     with asking(name):
         info = HfApi(endpoint=endpoint()).dataset_info(name.repo, revision=name.revision or None)
-    files = chosen(name, sorted(file.rfilename for file in info.siblings or ()))
+    files = chosen_files(name, sorted(file.rfilename for file in info.siblings or ()))
     folder = _download(replace(name, revision=str(info.sha)), [escape(file) for file in files])
     return [f"{folder / file}{weight}" for file in files]
 
 
-def chosen(name: Name, files: list[str]) -> list[str]:
+def chosen_files(name: Name, files: list[str]) -> list[str]:
     """The files of a data set to read. Raises InputError if it is not clear which."""
     inside = (name.file or "").rstrip("/") + "/"
     wanted = [Path(f) for f in files if not name.file or Path(f).match(name.file) or f.startswith(inside)]

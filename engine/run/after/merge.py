@@ -12,7 +12,7 @@ from pathlib import Path
 from trireme.engine.planner.host import choose_device
 from trireme.engine.run import config_file, opening, screen
 from trireme.engine.run.after import hub
-from trireme.engine.run.after.eval import figures, prepared
+from trireme.engine.run.after.eval import prepare, results
 from trireme.engine.run.after.opened import Finished, open_finished
 from trireme.engine.run.options import Eval, Machine, Merge, Options, table
 from trireme.engine.tuning.merging import merge_adapter, merged, new_folder
@@ -42,7 +42,7 @@ def run(o: Merge) -> None:
         return
     if o.data:  # what cannot be read is refused before
         f = open_finished(o.folder, o.model)
-        task = prepared(f, Eval(data=(o.data,), **{name: getattr(o, name) for name in table(Machine)}))
+        task = prepare(f, Eval(data=(o.data,), **{name: getattr(o, name) for name in table(Machine)}))
     template = run.chat_template or (str(folder / TEMPLATE) if (folder / TEMPLATE).is_file() else None)
     source = opening.as_written(replace(run, model=base, merge=True, chat_template=template), cfg, source)
     same = (o.format or ("same" if run.merge_aware else "bf16")) == "same"
@@ -53,7 +53,7 @@ def run(o: Merge) -> None:
         merge_adapter(folder, cfg, source, place, progress, screen.say, same, choose_device(o.device))
     screen.say(f"output   {out}/: the model with its adapter, read back")
     if o.data:
-        losses = {name: list(figures(f, *task))[0]["loss"] for name, f in _models(f, o.out, same)}
+        losses = {name: list(results(f, *task))[0]["loss"] for name, f in _models(f, o.out, same)}
         screen.say(f"loss     {', '.join(f'{name} {loss:.4f}' for name, loss in losses.items())}; of {o.data}")
     advice = "score {} --data FILE --out DIR" if cfg.scores else "sample {} --prompt TEXT"
     screen.say(f"next     trireme {advice.format(quoted(out))}, or open it with transformers")

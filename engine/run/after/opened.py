@@ -18,7 +18,7 @@ from trireme.engine.amounts import compact, percent
 from trireme.engine.build import build
 from trireme.engine.data.codec import Codec, load_codec
 from trireme.engine.data.dataset import Dataset
-from trireme.engine.data.find import Rows, find
+from trireme.engine.data.find import FileRows, find
 from trireme.engine.data.forms import normal
 from trireme.engine.data.prepare import Kind
 from trireme.engine.data.read import BadRow
@@ -27,7 +27,7 @@ from trireme.engine.geometry import Geometry
 from trireme.engine.memory import DTYPE
 from trireme.engine.plan import Plan
 from trireme.engine.planner.forward_only import forward_plan
-from trireme.engine.planner.host import hold_to
+from trireme.engine.planner.host import limit_torch
 from trireme.engine.queues.real import RealQueues
 from trireme.engine.run import config_file, folder, screen
 from trireme.engine.run.after import hub
@@ -126,7 +126,7 @@ def with_defaults(f: Finished, o: O) -> O:
     return replace(o, **values)
 
 
-def read_data(f: Finished, o: Reading, codec: Codec | None, name: str, kind: Kind, labelled: bool = True) -> Dataset:
+def read_as_run(f: Finished, o: Reading, codec: Codec | None, name: str, kind: Kind, labelled: bool = True) -> Dataset:
     """Data, read as by the run that wrote the model. `labelled`: rows of classes have labels. Raises InputError."""
     scored = dict[str, Any]()
     if f.cfg.scores:
@@ -141,7 +141,7 @@ def read_data(f: Finished, o: Reading, codec: Codec | None, name: str, kind: Kin
 def rows_in(name: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """The rows of what `name` names, with their places for messages. Raises InputError."""
     for source in find(name).files:
-        rows = Rows(source.files)
+        rows = FileRows(source.files)
         for row in rows:
             location = f"{source} {rows.unit} {row.number}"
             try:
@@ -173,7 +173,7 @@ def computing(f: Finished, o: Machine, seq_len: int, texts: int = 0, new: int = 
     queues = RealQueues(device, gpus=plan.gpus)
     with ExitStack() as stack:
         stack.callback(queues.close)
-        hold_to(limits, device)
+        limit_torch(limits, device)
         files, drives = _streamed(f, plan, dtype, stack)
         e = build(f.cfg, plan, limits, queues, files=files)
         stack.callback(e.close)

@@ -43,7 +43,7 @@ from safetensors.numpy import save
 from trireme.engine.amounts import count
 from trireme.engine.data.codec import Codec
 from trireme.engine.data.dataset import Dataset
-from trireme.engine.data.taught import FORMAT, NAMES, part_sum, places_of
+from trireme.engine.data.taught import FORMAT, NAMES, document_places, part_sum
 from trireme.engine.layers import head_losses
 from trireme.engine.run import screen
 from trireme.engine.run.after import opened
@@ -59,7 +59,7 @@ from trireme.storage.files import replace_synced
 PART = 1 << 26  # bytes of a part, at most about
 LONGEST = 256  # micro-batches of a part
 LEAST_F16 = np.finfo(np.float16).min
-Tables = dict[str, np.ndarray]  # as a part's
+PartTables = dict[str, np.ndarray]  # as a part's
 
 
 def run(o: Score) -> None:
@@ -74,14 +74,14 @@ def run(o: Score) -> None:
         if f.cfg.scores:
             lines = [*_write_answers(f, o, codec, folder)]
         else:
-            sources = {name: opened.read_data(f, o, codec, name, "") for name in o.data}
+            sources = {name: opened.read_as_run(f, o, codec, name, "") for name in o.data}
             lines = _write_scores(f, o, folder, sources, o.top_k, f.cfg.vocab)
     for line in lines:
         screen.say(f"score    {line}")
     screen.say(f"output   {folder}/: {', '.join(sorted(path.name for path in folder.iterdir()))}")
 
 
-def write(folder: Path, teacher: Path, sources: Mapping[str, Dataset], k: int, below: int, options: Options) -> None:
+def teach(folder: Path, teacher: Path, sources: Mapping[str, Dataset], k: int, below: int, options: Options) -> None:
     """The teacher's pass before a run: the k most likely tokens among ids less than `below`, of sources by name, into
     `folder`. A pass that was killed goes on. Raises InputError, CheckpointError, DoesNotFit, StoreError.
     """
@@ -100,7 +100,7 @@ def _write_answers(f: Finished, o: Score, codec: Codec | None, folder: Path) -> 
     files = {folder / f"{i:03}.jsonl": name for i, name in enumerate(o.data)}
     if there := next((path for path in files if path.exists()), None):
         raise InputError(f"{there} is there already. Name another folder.")
-    sources = [opened.read_data(f, o, codec, name, "classes", labelled=False) for name in o.data]
+    sources = [opened.read_as_run(f, o, codec, name, "classes", labelled=False) for name in o.data]
     folder.mkdir(parents=True, exist_ok=True)
     with opened.computing(f, o, sources[0].options.room) as e:
         for (path, name), data in zip(files.items(), sources, strict=True):
@@ -121,7 +121,7 @@ def _records(f: Finished, e: Evaluator, data: Dataset) -> list[dict[str, Any]]:
         for mb in data.batches(e.rows):
             e.read_head([mb], take)
             scored(len(mb.ids))
-    rows = places_of(data.files, data.pieces)[:, 0].tolist()
+    rows = document_places(data.files, data.pieces)[:, 0].tolist()
     for row, values in sorted(zip(rows, torch.cat(scores).double(), strict=True), key=lambda pair: pair[0]):
         if f.cfg.scores == 1:
             records.append({"row": row, "reward": float(values)})
@@ -154,13 +154,13 @@ def _write_scores(
     replace_synced(path, claim)
     with opened.computing(f, o, seq_len) as e:
         for i, (name, data) in enumerate(sources.items()):
-            total, labels = Pass(f, e, data, folder / f"{i:03}", k, below).write()
+            total, labels = ScorePass(f, e, data, folder / f"{i:03}", k, below).write()
             lines.append(f"{name}: loss {-total / max(1, labels):.4f} of {count(labels, 'label')}")
     return lines
 
 
 @dataclass(frozen=True)
-class Pass:
+class ScorePass:
     """A pass over a source of data."""
 
     f: Finished
@@ -194,9 +194,9 @@ class Pass:
         decides = [weights, self.data.fingerprint, e.e.plan.dtype, e.rows, e.seq_len, self.k, device, self.below]
         return hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:24]
 
-    def _read(self, path: Path, first: int) -> Tables:
+    def _read(self, path: Path, first: int) -> PartTables:
         """A part that begins with the micro-batch `first`; {} if it is not there, or damaged. Raises InputError."""
-        metadata, tables = dict[str, str](), Tables()
+        metadata, tables = dict[str, str](), PartTables()
         with suppress(SafetensorError, TypeError, ValueError, OSError), safe_open(path, "numpy") as file:
             metadata = file.metadata() or {}
             tables = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (it is no dict)
@@ -206,9 +206,9 @@ class Pass:
             raise InputError(f"{path} is of another model, of other data or options. Name another --out.")
         return tables
 
-    def _write(self, path: Path, group: Sequence[MicroBatch], first: int, position: int) -> Tables:
+    def _write(self, path: Path, group: Sequence[MicroBatch], first: int, position: int) -> PartTables:
         """Computes a part and writes it. `at`: the number of its first piece."""
-        parts = dict[int, Tables]()
+        parts = dict[int, PartTables]()
         starts = np.cumsum([position, *(len(mb.lengths) for mb in group)]).tolist()
 
         def take(b: int, packed: Any, top: Any, x: torch.Tensor) -> None:
@@ -220,11 +220,11 @@ class Pass:
         replace_synced(path, save(tables, metadata | {"sum": part_sum(metadata, tables)}))
         return tables
 
-    def _tables(self, mb: MicroBatch, position: int, packed: Any, top: Any, x: torch.Tensor) -> Tables:
+    def _tables(self, mb: MicroBatch, position: int, packed: Any, top: Any, x: torch.Tensor) -> PartTables:
         """The tables of a micro-batch, whose first piece has the number `at`."""
         cfg, labels, lengths = self.e.e.cfg, mb.labels, np.array(mb.lengths, np.int64)
         starts = np.cumsum(lengths) - lengths
-        places = places_of(self.data.files, self.data.pieces[position : position + len(lengths)])
+        places = document_places(self.data.files, self.data.pieces[position : position + len(lengths)])
         losses = head_losses(cfg, packed._replace(factors=None), top, x).cpu().numpy().astype(np.float64)
         tables = {"document": places[:, 0].copy(), "start": places[:, 1].copy(), "length": lengths}
         tables["trained"] = np.add.reduceat((labels >= 0).astype(np.int64), starts)
