@@ -188,11 +188,9 @@ def test_a_model_that_learned_alpaca_is_asked_in_its_wording(name, finished, sai
 def test_python_has_the_options_of_the_command_line(finished, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     out, data = finished("full")
-    heard = []
-    model = out.parent / "checkpoint"
-    run = trireme.finetune(
-        model=model, data=data, max_steps=2, seq_len=64, batch_size=2, device="cpu", show=False, on_step=heard.append
-    )
+    heard, options = [], dict(data=data, max_steps=2, seq_len=64, batch_size=2, device="cpu", show=False)
+    run = trireme.finetune(model=out.parent / "checkpoint", **options, on_step=heard.append)
+    assert trireme.finetune(model=run.folder, **options, dry_run=True).losses == []
     assert run.folder == Path("runs/checkpoint")
     assert [step for step, _ in run.losses] == [record["step"] for record in heard] == [1, 2]
     assert str(run.folder) in repr(run)

@@ -82,7 +82,7 @@ def finetune(*, on_step: Callable[[dict[str, Any]], object] | None = None, show:
 
     with _calling(show):
         out = train(cli.of_a_run(options), [(on_step, lambda: None)] if on_step else ())
-        records = list(read_log(out / "log.jsonl"))
+        records = [] if options.get("dry_run") else list(read_log(out / "log.jsonl"))
     pairs = lambda name: [(record["step"], record[name]) for record in records if name in record]
     return Run(out, pairs("loss"), pairs("eval_loss"))
 
