@@ -61,6 +61,8 @@ class DataFile:
 
 
 class Sources(NamedTuple):
+    """What a value of --data names. `notes`: sentences on what was not read."""
+
     files: list[DataFile]
     held_out: list[DataFile]  # that are named as validation data
     notes: list[str]

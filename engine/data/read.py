@@ -214,15 +214,13 @@ def holds_lines(path: Path) -> bool:
 
 
 def json_lines(file: BinaryIO) -> Iterator[Row]:
-    number = 0
-    while line := file.readline(ROW):
-        number += 1
+    for number, line in enumerate(iter(lambda: file.readline(ROW), b""), 1):
         if len(line) == ROW and not line.endswith(b"\n"):
             while (part := file.readline(ROW)) and not part.endswith(b"\n"):
                 pass
             yield Row(number, BadRow(TOO_LARGE))
-        elif line := line.rstrip().lstrip(_BOM + _SPACE):  # files with a mark may have been joined
-            yield Row(number, _json_line(line))
+        elif row := line.rstrip().lstrip(_BOM + _SPACE):  # files with a mark may have been joined
+            yield Row(number, _json_line(row))
 
 
 def _json_line(line: bytes) -> Fields | BadRow:

@@ -167,20 +167,18 @@ def simple_plan(cfg: ModelConfig, limits: Limits, wanted: Wanted, strategy: Stra
 def _lowest_plans(geo: Geometry, wanted: Wanted, strategy: Strategy) -> Iterable[Plan]:
     """Plans with everything in the lowest tier that `placement` allows, with the largest buffers first."""
     weights, state = LOWEST[wanted.placement]
-    frozen = any(layout.tensors for layout in geo.base)
+    base = weights if any(layout.tensors for layout in geo.base) else "gpu"
     adapters = geo.cfg.lora is not None and weights != "gpu"
     inputs = TIERS[TIERS.index(strategy.x) : 3 if "ssd" in (weights, state) else 2]
-    # (weight slots on the GPU, gradient piece, weight slots in RAM)
     half = geo.half_piece()
     slots = ((2, half, 2), (2, half // 8, 2), (1, half // 8, 2), (1, 1, 1))
     may_spill = state == "ssd" and wanted.mode != "backward" and wanted.hosts == 1
     gradients: tuple[Waiting, ...] = ("ram", "ssd") if may_spill else ("ram",)
     betweens: tuple[BetweenTier, ...] = ("gpu", "ram") if wanted.gpus == 1 or wanted.peers else ("ram",)
     betweens = ("gpu",) if geo.slices else betweens
-    for waiting, between, rings, (tokens, n_micro) in product(gradients, betweens, slots, wanted.sizes):
+    for waiting, between, (window, piece, ram), (tokens, n_micro) in product(gradients, betweens, slots, wanted.sizes):
         apart = wanted.on_cuda and wanted.mode == "forward" and geo.adam_bits == 32 and tokens * n_micro >= LATE_TOKENS
         for x in inputs if between == "gpu" or wanted.gpus > 1 else inputs[inputs.index("ram") :]:
-            base = weights if frozen else "gpu"
             # Adapters and their state are small, so they are in RAM; their base is not.
             low = UnitPlan("ram", "ram", x=x, base=base) if adapters else UnitPlan(weights, state, x=x, base=base)
             needed_at_once: Tier = "gpu" if between == "gpu" else "ram" if x == "gpu" else x
@@ -192,9 +190,9 @@ def _lowest_plans(geo: Geometry, wanted: Wanted, strategy: Strategy) -> Iterable
                 mode=wanted.mode,
                 adam_bits=geo.adam_bits,
                 late_moments=("gpu", "ram") if apart else (),
-                window=rings[0],
-                piece=rings[1],
-                ram_window=rings[2],
+                window=window,
+                piece=piece,
+                ram_window=ram,
                 record=wanted.record,
                 between=between,
                 gradients=waiting,
