@@ -207,7 +207,7 @@ class ScorePass:
         return tables
 
     def _write(self, path: Path, group: Sequence[MicroBatch], first: int, position: int) -> PartTables:
-        """Computes a part and writes it. `at`: the number of its first piece."""
+        """Computes a part and writes it. `position`: the number of its first piece."""
         parts = dict[int, PartTables]()
         starts = np.cumsum([position, *(len(mb.lengths) for mb in group)]).tolist()
 
@@ -221,7 +221,7 @@ class ScorePass:
         return tables
 
     def _tables(self, mb: MicroBatch, position: int, packed: Any, top: Any, x: torch.Tensor) -> PartTables:
-        """The tables of a micro-batch, whose first piece has the number `at`."""
+        """The tables of a micro-batch, whose first piece has the number `position`."""
         cfg, labels, lengths = self.e.e.cfg, mb.labels, np.array(mb.lengths, np.int64)
         starts = np.cumsum(lengths) - lengths
         places = document_places(self.data.files, self.data.pieces[position : position + len(lengths)])
