@@ -81,7 +81,7 @@ class Exchange:
     def save(self, folder: Path, progress: Progress = silent) -> dict[str, str]:
         """Writes the checkpoint with the trained weights; returns the checksums of its files. Raises StoreError.
 
-        In F16 files, values beyond the largest F16 number are written as that number, and counted in `beyond`.
+        In F16 files, values beyond the largest F16 number are written as that number, and counted in `clipped`.
         """
         self.clipped = {}
 

@@ -133,7 +133,7 @@ def _read(row: Fields, mapped: Collection[str], kind: Kind, classes: Mapping[str
 
 def _number(row: Mapping[str, Any], key: str, minimum: float) -> float | None:
     """A finite number, also in a string; None of another value, which is a column of something else. Raises BadRow if
-    it is less than `least` or so large that losses, in fp32, would be lost.
+    it is less than `minimum` or so large that losses, in fp32, would be lost.
     """
     number = math.nan
     with suppress(ValueError, OverflowError, TypeError):

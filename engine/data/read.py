@@ -90,7 +90,7 @@ def typed(value: Any, kind: type | tuple[type, ...], name: str, expected: str) -
 
 
 def refuse_media(fields: Mapping[str, Any], location: str = "") -> None:
-    """Raises BadRow if a column, or a key at `where`, has images, videos or audio."""
+    """Raises BadRow if a column, or a key at `location`, has images, videos or audio."""
     for key, value in fields.items():
         if _MEDIA.fullmatch(key) and value not in (*EMPTY, "[]", "{}", "null"):
             way_out = "" if location else f". Where its text stands alone, leave the column out: --map unused={key}"

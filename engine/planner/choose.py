@@ -120,8 +120,7 @@ def _first(cfg: ModelConfig, limits: Limits, wanted: Wanted, rates: Rates) -> Pl
 
 
 def _descend(s: Search) -> Choice:
-    everywhere = replace(s.first, late_moments=LATE[-1] if s.first.late_moments else ())
-    starts: list[Plan | None] = [s.first, everywhere]
+    starts: list[Plan | None] = [s.first, replace(s.first, late_moments=LATE[-1] if s.first.late_moments else ())]
     if s.resumed is not None:
         s.resumed = s.resumed.on_gpus(s.wanted.gpus, s.geo.cfg.tied, s.wanted.peers, s.wanted.shares)
         starts = [search.updated_as(s.first, s.resumed), s.resumed if Cut.of(s.resumed) == Cut.of(s.first) else None]

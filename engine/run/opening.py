@@ -170,16 +170,16 @@ def label_names(o: Options, raw: dict[str, Any]) -> tuple[str, ...]:
     """Labels of a classifier: of config.json, the adapter's run, the options, or the data. Raises InputError."""
     if o.method != "classify":
         return ()
-    count = config.labels_of(raw, o.model)
+    n_labels = config.labels_of(raw, o.model)
     before = config_file.of_run(Path(o.adapter)) if o.adapter else None
-    names_known = names_in(raw, count) if count > 1 else before.labels if before else ()
-    if count > 1:
+    fixed = names_in(raw, n_labels) if n_labels > 1 else before.labels if before else ()
+    if n_labels > 1:
         check_problem(raw, o.model)
-    names = names_known or o.labels or (find_labels(o.data, o.map) if o.data else ())
+    names = fixed or o.labels or (find_labels(o.data, o.map) if o.data else ())
     if len(names) < 2 or len(set(names)) < len(names):
         raise InputError("--method classify: which classes? Give two or more different names: --labels A,B.")
     if o.labels and names != o.labels:
-        raise InputError(f"--labels: the model is a classifier of {','.join(names_known)[:200]}. Leave it out.")
+        raise InputError(f"--labels: the model is a classifier of {','.join(fixed)[:200]}. Leave it out.")
     return names
 
 

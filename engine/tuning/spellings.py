@@ -39,7 +39,7 @@ def spelled(cfg: ModelConfig, stored: Iterable[str], file: str) -> tuple[list[tu
     """((name by transformers' modules without peft's prefix, name in the file) of each tensor, the adapter's spelling).
 
     An adapter may have been made with the class of the language model alone, that of the multimodal model around it, or
-    an older one. All of them compute the same. Raises InputError about the file `where` if it mixes them.
+    an older one. All of them compute the same. Raises InputError about `file` if it mixes them.
     """
     stem, names, bases = cfg.names.module(cfg.names.block).partition("layers.")[0], list[tuple[str, str]](), set[str]()
     for inside in stored:

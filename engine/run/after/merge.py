@@ -55,8 +55,8 @@ def run(o: Merge) -> None:
     if o.data:
         losses = {name: list(results(f, *task))[0]["loss"] for name, f in _models(f, o.out, same)}
         screen.say(f"loss     {', '.join(f'{name} {loss:.4f}' for name, loss in losses.items())}; of {o.data}")
-    advice = "score {} --data FILE --out DIR" if cfg.scores else "sample {} --prompt TEXT"
-    screen.say(f"next     trireme {advice.format(quoted(out))}, or open it with transformers")
+    command = "score {} --data FILE --out DIR" if cfg.scores else "sample {} --prompt TEXT"
+    screen.say(f"next     trireme {command.format(quoted(out))}, or open it with transformers")
 
 
 def _models(f: Finished, out: str, same: bool) -> Iterator[tuple[str, Finished]]:

@@ -98,8 +98,8 @@ def teach(folder: Path, teacher: Path, sources: Mapping[str, Dataset], k: int, b
 def _write_answers(f: Finished, o: Score, codec: Codec | None, folder: Path) -> Iterator[str]:
     """Writes a label or a reward for each row; yields a line for each file. Raises InputError if one is there."""
     files = {folder / f"{i:03}.jsonl": name for i, name in enumerate(o.data)}
-    if there := next((path for path in files if path.exists()), None):
-        raise InputError(f"{there} is there already. Name another folder.")
+    if existing := next((path for path in files if path.exists()), None):
+        raise InputError(f"{existing} is there already. Name another folder.")
     sources = [opened.read_as_run(f, o, codec, name, "classes", labelled=False) for name in o.data]
     folder.mkdir(parents=True, exist_ok=True)
     with opened.computing(f, o, sources[0].options.room) as e:
