@@ -193,13 +193,15 @@ class ActivationSwap:
         self.staging = placement.pool("ram", "staging pool")
         self.pools = {tier: placement.gpu_pools("saved pool", tier) for tier in ("peer", "ram", "ssd")}
         self.dx_buffers = [Buffer(tensor) for tensor in placement.many("ram", "dx")]  # by micro-batch
-        micro_batches, layers = range(plan.n_micro), range(1, geo.n_units)
+        micro_batches, layers = range(plan.pass_size), range(1, geo.n_units)
         self.between: dict[Between, tuple[list[Pool], list[Pool]]] = {"x": self._pools("x"), "dx": self._pools("dx")}
         on_gpu = [iter(placement.many("gpu", "x", gpu=gpu)) for gpu in range(plan.gpus)]
         in_ram = iter(placement.many("ram", "x"))
-        self.x = [[], *([self._x(u, b, on_gpu[self._gpu(u)], in_ram) for b in micro_batches] for u in layers)]
-        self.dx = [[], *([self._dx(u, b) for b in micro_batches] for u in layers)]
-        self.saved = [list(self._saved(u)) for u in range(geo.n_units)]  # of each micro-batch one for each tier
+        times = plan.n_micro // plan.pass_size  # that a buffer is used in a step
+        x = [[self._x(u, b, on_gpu[self._gpu(u)], in_ram) for b in micro_batches] for u in layers]
+        self.x = [[], *(of_pass * times for of_pass in x)]
+        self.dx = [[], *([self._dx(u, b) for b in micro_batches] * times for u in layers)]
+        self.saved = [[*self._saved(u)] * times for u in range(geo.n_units)]  # of each micro-batch one for each tier
         self.passed_pools = placement.gpu_pools("passed pool")
         self.passed = dict[int, Buffer]()  # by micro-batch, of the layer whose slices are in use
 
@@ -275,7 +277,7 @@ class ActivationSwap:
             backward_hops = Hop(numbered(out_queue, gpu), home), Hop(numbered(in_queue, gpu), pool)
             return Activation(self, u, label, pool, backward_hops=backward_hops, names=names)
 
-        for b in range(self.plan.n_micro):
+        for b in range(self.plan.pass_size):
             yield [make(tier, f"{name} {tier} {b}") for tier in tiers]
 
     def _home(self, label: str, tier: SavedTier, in_memory: Iterator[Tensor] | None, nbytes: int) -> Home:

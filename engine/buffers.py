@@ -182,6 +182,9 @@ def _staging(geo: Geometry, plan: Plan, units: Units) -> int:
 def _sum_buffers(geo: Geometry, plan: Plan, units: Units) -> Iterable[Buffers]:
     """Buffers in which gradients are summed over micro-batches."""
     layouts = geo.gradients if plan.sums_wide else geo.weights
+    if plan.accumulate:
+        yield from (Buffers("gpu", "sum", layouts[u].span, n_units, geo.names[u]) for u, n_units in units)
+        return
     tied = geo.cfg.tied  # then the head adds to the embedding's gradient too
     slots = 1 if plan.hosts == 1 else SUMS  # sums leave while the next unit's begins
     yield Buffers("gpu", "sum", max((layouts[u].span for u, _ in units if u >= tied), default=0), slots)
@@ -236,7 +239,7 @@ def _records(geo: Geometry, plan: Plan, units: Units) -> tuple[int, int]:
 
 
 def _activation_buffers(geo: Geometry, plan: Plan, units: Units) -> Iterable[Buffers]:
-    x, n = geo.x_bytes(plan.tokens), plan.n_micro
+    x, n = geo.x_bytes(plan.tokens), plan.pass_size
     via_ram = plan.between == "ram"
     inner = [(u, n_units) for u, n_units in units if u]  # the embedding's input is token ids
     placement: Counter[Tier] = Counter()  # of inputs

@@ -117,6 +117,8 @@ def build(
     assert plan.slices == 1 or narrow.may_be_sliced(cfg), "slices are of frozen experts"
     assert len(queues.devices) == plan.gpus, "queues for other GPUs than the plan's"
     geo, memory = Geometry.of(cfg, plan), Memory(queues.devices, limits, queues.simulated, make_pool, pinned)
+    if plan.accumulate and geo.ties_gradient:
+        raise InputError("plan: accumulate changes the order in which the gradient of a tied embedding is summed")
     for gpu in range(plan.gpus):
         memory.reserve("gpu", "workspace", workspace(geo, plan, gpu), gpu=gpu)
     if not queues.simulated:

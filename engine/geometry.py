@@ -273,6 +273,11 @@ class Geometry:
                 pieces.append([stretch])
         return tuple(map(tuple, pieces))
 
+    @property
+    def ties_gradient(self) -> bool:
+        """Whether the head and the embedding add to one gradient, that of a matrix which they share."""
+        return self.cfg.tied and self.numel[0] > 0
+
     def half_piece(self) -> int:
         """The piece size that divides the largest block's gradient in two; if no block is trained, that of the largest
         end.

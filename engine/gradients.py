@@ -45,6 +45,8 @@ class Gradients:
         self.landed: dict[int, Home] = {}
         self.itemsize = ITEMSIZE[geo.dtype]
         units = range(geo.n_units)
+        # Without pools, where sums last from pass to pass.
+        self.lasting = [Buffer(placement.buffer(u, "gpu", "sum")) for u in units] if plan.accumulate else []
         self.on_gpu = [Buffer(placement.buffer(u, "gpu", "rounded")) for u in units]  # of layers that are updated there
         on_drive = lambda u: in_scratch(placement.scratch, geo.weights[u].span, later=True)
         drive_home = lambda u: DriveHome(queues, "gradient", geo.names[u], pool, on_drive(u), "state")
@@ -77,7 +79,8 @@ class Gradients:
 
     def _accumulator(self, u: int) -> Buffer:
         pools = self.tied if u == 0 and self.geo.cfg.tied else self.accumulators
-        self.in_use[u] = pools[self.plan.units[u].gpu].acquire(self.geo.names[u])
+        gpu, name = self.plan.units[u].gpu, self.geo.names[u]
+        self.in_use[u] = self.lasting[u] if self.lasting else pools[gpu].acquire(name)
         return self.in_use[u]
 
     def finish(self, u: int) -> None:

@@ -118,6 +118,7 @@ class Plan:
     halves: bool = False  # units are sub-layers: attention, MLP
     at_once: int = 0  # packed experts that a matmul decodes at a time; 0: all of a layer, once in a pass
     slices: int = 1  # number of slices in which a layer's frozen experts are copied to the GPU
+    accumulate: bool = False  # each micro-batch has its forward and backward before the next one's: on one GPU
     hosts: int = 1  # hosts, each with some of a step's micro-batches; n_micro is then of each host
     host: int = 0  # this host
 
@@ -154,6 +155,8 @@ class Plan:
         inner = self.units[1:-1]
         if self.halves and any(a.gpu != b.gpu for a, b in zip(inner[::2], inner[1::2], strict=True)):
             raise InputError("plan: both halves of a block are on one GPU")
+        if self.accumulate and (self.gpus > 1 or self.hosts > 1):
+            raise InputError("plan: accumulate is for one GPU of one host")
         self._check_hosts()
 
     def _check_hosts(self) -> None:
@@ -178,6 +181,16 @@ class Plan:
     def sum_piece(self) -> int:
         """Most elements of a gradient sum that are sent to the next host at once."""
         return min(self.piece, SUM_PIECE)
+
+    @property
+    def pass_size(self) -> int:
+        """Most micro-batches that a pass over the layers computes; activations of as many are stored at once."""
+        return 1 if self.accumulate else self.n_micro
+
+    @cached_property
+    def resident(self) -> bool:
+        """Whether all weights and optimizer state are on a GPU."""
+        return all(unit.state == unit.base == "gpu" for unit in self.distinct.values())
 
     @property
     def sums_wide(self) -> bool:

@@ -1,8 +1,9 @@
 """One training step, from top to bottom. Read this file first.
 
-A step computes all micro-batches of a layer, then the next layer; layers.py has the tasks. It waits once, for loss and
-gradient norm after backward. Weights and activations are copied to the GPU in the order that `expect` was given, and
-their buffers are freed after the last use.
+A step computes all micro-batches of a layer, then the next layer; layers.py has the tasks. Where the plan has all
+weights on the GPU, each micro-batch may instead pass through all layers and back before the next one: its activations
+alone take less memory. A step waits once, for loss and gradient norm after backward. Weights and activations are copied
+to the GPU in the order that `expect` was given, and their buffers are freed after the last use.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from trireme.engine.buffers import read_by_loss
 from trireme.engine.build import Engine, Inputs, Packed
 from trireme.engine.layers import (
     Take,
+    TakeGradients,
     backward_block,
     backward_embedding,
     forward_block,
@@ -67,12 +69,16 @@ def train_step(
     if comparison and comparison.preference.method == "kto":
         measure = partial(comparison.measure, evaluate(e, [mb.kl for mb in batch if mb.kl]), e.gradients.all_gather)
         e.queues.run(numbered("compute", e.gpu(e.geo.head)), "other", "divergence", measure)
-    _forward(e, batch, train=True)
-    e.optimizer.begin(step, lr)
-    parts: list[Tensor] = []
-    losses = _losses_and_gradients(e, batch, 1 / trained, comparison, parts)
-    _pool_load(e, batch)
-    _backward(e, batch)
+    losses, parts = [NOTHING] * len(batch), list[Tensor]()
+    add = _adding(e, losses, 1 / trained, comparison, parts)
+    for first, together in _passes(e, batch):
+        _forward(e, first, together, train=True)
+        if not first:
+            e.optimizer.begin(step, lr)
+        last = first + len(together) == len(batch)
+        _head(e, first, together, add, last)
+        _pool_load(e, together)
+        _backward(e, first, together, last)
     if comparison:
         _conclude(e, comparison, losses)
     stats = e.optimizer.conclude(losses, trained)
@@ -90,9 +96,12 @@ def metrics_of(parts: Sequence[Tensor], trained: float) -> dict[str, float]:
 
 def forward(e: Engine, batch: Sequence[Inputs], take: Take) -> list[Task]:
     """A pass without gradients: what it is for is what `take` does with the head's input. Runs updates that are due."""
-    _forward(e, batch, train=False)
-    with e.weights.of_losses() as w:
-        return [take_head(e, b, w, mb, take) for b, mb in enumerate(batch)]
+    tasks = list[Task]()
+    for first, together in _passes(e, batch):
+        _forward(e, first, together, train=False)
+        with e.weights.of_losses() as w:
+            tasks += [take_head(e, b, w, mb, take) for b, mb in enumerate(together, first)]
+    return tasks
 
 
 def evaluate(e: Engine, batch: Sequence[Inputs], parts: list[Tensor] | None = None) -> list[Tensor]:
@@ -143,13 +152,21 @@ def _streamed(e: Engine, parts: Sequence[UnitWeights]) -> Iterator[tuple[int, An
 # ---------------------------------------------------------------- forward
 
 
-def _forward(e: Engine, batch: Sequence[Inputs], train: bool) -> None:
-    """Forward of all layers but the head; the head's weights are prefetched."""
+def _passes(e: Engine, batch: Sequence[Inputs]) -> Iterator[tuple[int, Sequence[Inputs]]]:
+    """Yields the micro-batches of each pass over the layers, with the number of the first. A host without any has a
+    pass, too: updates are due before it.
+    """
+    for first in range(0, max(1, len(batch)), e.plan.pass_size):
+        yield first, batch[first : first + e.plan.pass_size]
+
+
+def _forward(e: Engine, first: int, batch: Sequence[Inputs], train: bool) -> None:
+    """Forward of all layers but the head; the head's weights are prefetched. `first`: the first one's number."""
     _expect(e)
     e.activations.expect_forward(len(batch))
     for u in range(e.geo.head):
         for part in e.weights.parts(u):
-            for b, mb in enumerate(batch):
+            for b, mb in enumerate(batch, first):
                 if u == 0:
                     forward_embedding(e, b, part, mb, train)
                 else:
@@ -164,14 +181,13 @@ def _expect(e: Engine) -> None:
 # ---------------------------------------------------------------- the head
 
 
-def _losses_and_gradients(
-    e: Engine, batch: Sequence[Inputs], scale: float, comparison: Comparison | None, parts: list[Tensor]
-) -> list[Tensor]:
-    """The losses of each micro-batch; adds the head's gradients of `scale` times their sum.
+def _adding(
+    e: Engine, losses: list[Tensor], scale: float, comparison: Comparison | None, parts: list[Tensor]
+) -> TakeGradients:
+    """What fills the losses of a micro-batch, and adds the head's gradients of `scale` times their sum.
 
     With `comparison` they are of tokens, and `_conclude` replaces them.
     """
-    losses = [NOTHING] * len(batch)
 
     def add(b: int, packed: Packed, top: HeadWeights, x: Tensor, head_grads: HeadWeights, dx: Tensor) -> None:
         if comparison:  # losses without gradients give the factors of those with
@@ -179,13 +195,18 @@ def _losses_and_gradients(
             packed = packed._replace(factors=comparison.factors(b, plain), correct=None)
         losses[b] = head_losses(e.cfg, packed, top, x, scale, head_grads, dx, parts)
 
+    return add
+
+
+def _head(e: Engine, first: int, batch: Sequence[Inputs], add: TakeGradients, last: bool) -> None:
+    """Losses, and the head's gradients, which are whole after the `last` pass."""
     with e.weights.of_losses() as w:
-        for b, mb in enumerate(batch):
+        for b, mb in enumerate(batch, first):
             loss(e, b, w, mb, add)
-    e.optimizer.finish(e.geo.head)
-    for v in read_by_loss(e.geo)[1:]:
-        e.gradients.defer(v)
-    return losses
+    if last:
+        e.optimizer.finish(e.geo.head)
+        for v in read_by_loss(e.geo)[1:]:
+            e.gradients.defer(v)
 
 
 def _conclude(e: Engine, comparison: Comparison, losses: list[Tensor]) -> None:
@@ -224,16 +245,18 @@ def _pool_load(e: Engine, batch: Sequence[Inputs]) -> None:
 # ---------------------------------------------------------------- backward
 
 
-def _backward(e: Engine, batch: Sequence[Inputs]) -> None:
-    """Backward of all blocks and of the embedding."""
+def _backward(e: Engine, first: int, batch: Sequence[Inputs], last: bool) -> None:
+    """Backward of all blocks and of the embedding. After the `last` pass gradients are whole."""
     blocks = range(e.geo.head - 1, 0, -1)
     e.weights.expect(blocks)
     e.activations.expect_backward(len(batch))
     for u in blocks:
         for part in e.weights.parts(u, backward=True):
-            for b, mb in enumerate(batch):
+            for b, mb in enumerate(batch, first):
                 backward_block(e, u, b, part, mb)
-        e.optimizer.finish(u)
-    for b, mb in enumerate(batch):
+        if last:
+            e.optimizer.finish(u)
+    for b, mb in enumerate(batch, first):
         backward_embedding(e, b, mb)
-    e.optimizer.finish(0)
+    if last:
+        e.optimizer.finish(0)

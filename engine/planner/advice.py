@@ -26,7 +26,7 @@ MOST = 3  # changes that are printed
 ENDLESS = 1 << 40  # sequences
 COSTS = {  # of an option in loss, as measured
     "--base nf4": "it costs some loss: docs/packed.md",
-    "--dtype fp8": "99.5M parameters ended with 1.5 % more loss, within noise: docs/results.md",
+    "--dtype fp8": "99.5M parameters ended with 1.5 % more loss, within noise: docs/dev/kernels.md",
 }
 
 Models = Mapping[str, ModelConfig]  # an option, such as "--base nf4", and the model that the run has with it

@@ -20,7 +20,7 @@ from itertools import product
 from trireme.engine.amounts import gib
 from trireme.engine.buffers import each_usage, fits
 from trireme.engine.geometry import Geometry
-from trireme.engine.plan import DoesNotFit, Limits, Plan, Tier
+from trireme.engine.plan import DoesNotFit, Limits, Plan, SavedTier, Tier
 from trireme.engine.planner import rule, search
 from trireme.engine.planner.predict import Prediction, no_collection
 from trireme.engine.planner.rates import Rates
@@ -32,7 +32,8 @@ from trireme.models.sizes import narrow
 SLICES = 4  # number of slices of a layer's frozen experts that is tried for a better overlap
 WITHOUT_A_DRIVE = Strategy(states=1.0), Strategy("ram", states=1.0), Strategy("ram", states=1.0, updates=0.0)
 INPUTS: tuple[Tier, ...] = "gpu", "ram"  # tiers of inputs of blocks
-PARTS = (1.0, 0.6, 0.3, 0.1)  # of the moves that fit in RAM
+PARTS = (1.0, 0.6, 0.3, 0.1, 0.0)  # of the moves that fit in RAM
+FINE = (0.0, 0.2, 0.4, 0.5, 0.6, 0.8, 1.0)
 FINER = (0.8, 0.9, 1.1, 1.2)  # of the moves of the best plan
 DRIVE_RAM = 0.85  # share of the RAM that state may take in plans that swap activations through RAM to the SSD
 UPDATES = (0.0, 0.15, 0.3, 0.45, 0.6)  # shares of RAM-stored units updated on the GPU
@@ -163,17 +164,24 @@ def late(s: Search, plan: Plan) -> Iterable[Plan]:
             yield replace(plan, late_moments=moments)
 
 
+def accumulated(s: Search, plan: Plan) -> Iterable[Plan]:
+    """Micro-batches one after the other, so that more of what one saves fits."""
+    for low in rule.one_by_one(s.geo, s.limits, s.wanted, plan):
+        yield from swapped(s, low, FINE)
+
+
 def _swappable(s: Search, plan: Plan, limits: Limits | None = None) -> tuple[Plan, Sequence[Move], int]:
     """(`plan` that saves nothing, its moves, how many of them fit in RAM)."""
     plain, steps = plan.changed(range(s.geo.n_units), saved=()), s.moves(plan)
-    return plain, steps, search.most_in_ram(s.geo, plain, limits or s.limits, steps)
+    good = lambda n: fits(s.geo, search.with_moves(s.geo, plain, steps, {"ram": n}), limits or s.limits)
+    return plain, steps, rule.largest(search.count_moves(s.geo, steps), good)
 
 
 def swapped(s: Search, plan: Plan, parts: Sequence[float] = PARTS) -> Iterable[Plan]:
-    """Saved tensors in RAM instead of recomputed, as many as fit and fewer."""
+    """Saved tensors in RAM instead of recomputed, as many as fit and fewer, and more of them on the GPU."""
     plain, steps, room = _swappable(s, plan)
     for n in dict.fromkeys(round(part * room) for part in parts):
-        yield search.with_most_on_gpu(s.geo, plain, s.limits, steps, n)
+        yield search.with_most_on_gpu(s.geo, plain, s.limits, steps, {"ram": n})
 
 
 def finer(s: Search, plan: Plan) -> Iterable[Plan]:
@@ -184,7 +192,7 @@ def finer(s: Search, plan: Plan) -> Iterable[Plan]:
     moved = [move for unit, kind in zip(plan.units, s.geo.kinds, strict=True)
              for move in steps if move.kind == kind and set(move.names) <= set(unit.names("ram"))]  # fmt: skip
     for n in dict.fromkeys(min(room, round(part * len(moved))) for part in FINER):
-        yield search.with_most_on_gpu(s.geo, plain, s.limits, steps, n)
+        yield search.with_most_on_gpu(s.geo, plain, s.limits, steps, {"ram": n})
 
 
 def driven(s: Search, plan: Plan) -> Iterable[Plan]:
@@ -202,7 +210,8 @@ def driven(s: Search, plan: Plan) -> Iterable[Plan]:
             for move in steps:
                 n += s.geo.kinds.count(move.kind)
                 for in_ram in dict.fromkeys((room, 0)) if n > room else ():
-                    full = search.with_most_on_gpu(s.geo, plain, less, steps, n, in_ram)
+                    counts: dict[SavedTier, int] = {"ram": in_ram, "ssd": n - in_ram}
+                    full = search.with_most_on_gpu(s.geo, plain, less, steps, counts)
                     yield rule.fill_ram(s.geo, full, s.limits) if s.wanted.free else full
 
 
@@ -239,7 +248,7 @@ def lent(s: Search, plan: Plan) -> Iterable[Plan]:
     peer = max(range(plan.gpus), key=lambda gpu: s.limits.gpu_bytes(gpu) - taken[gpu])
     units = [u for u, unit in enumerate(plan.units) if unit.gpu != peer and 0 < u < s.geo.head]
     plain, steps = plan.changed(units, saved=(), peer=peer), s.moves(plan)
-    moved = lambda n: search.with_moves(s.geo, plain, steps, n, in_ram=0, beyond="peer", only=units)
+    moved = lambda n: search.with_moves(s.geo, plain, steps, {"peer": n}, only=units)
     yield moved(rule.largest(search.count_moves(s.geo, steps), lambda n: fits(s.geo, moved(n), s.limits)))
 
 
@@ -258,5 +267,5 @@ def fuller(s: Search, plan: Plan) -> Iterable[Plan]:
 
 
 DECISIONS: tuple[Decision, ...] = (
-    sizes, placements, late, swapped, driven, base, lent, fuller, share, late, finer,
+    sizes, placements, late, swapped, driven, base, lent, fuller, share, late, finer, accumulated, finer,
 )  # fmt: skip

@@ -13,8 +13,7 @@ from trireme.engine.plan import TIERS, Limits, Plan, Tier
 from trireme.engine.planner.choose import nearby
 from trireme.engine.planner.predict import Batch, Prediction, least_seconds, lengths_of, predict, scratch_bytes
 from trireme.engine.planner.rates import Machine
-from trireme.engine.planner.rule import Wanted
-from trireme.engine.planner.search import with_moves
+from trireme.engine.planner.rule import Wanted, saving_last
 from trireme.models.config import ModelConfig
 from trireme.models.sizes import costs, narrow, shapes
 from trireme.storage.layout import ITEMSIZE
@@ -95,7 +94,7 @@ class Forecast:
     @cached_property
     def ceiling(self) -> float:
         """Tokens per second that no plan with these micro-batches exceeds: GPUs compute all the time, nothing twice."""
-        every = with_moves(self.geo, self.plan, (), 0, keep=self.cfg.n_layers)
+        every = saving_last(self.geo, self.plan, self.geo.n_units - 2)
         return self.work.tokens / least_seconds(self.geo.cfg, every, self.machine.rates, self.work.batch(self.plan))
 
     @property

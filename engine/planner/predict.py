@@ -138,7 +138,7 @@ def _engine(
     if plan.uses("ssd") and not rates.has_drive:
         raise ValueError("the plan uses a drive and the machine has none")
     cfg, rates = plan.cut(cfg), rates.with_moments(plan.adam_bits)
-    merged = roughly or (plan.between == "gpu" and plan.gpus == 1)
+    merged = (roughly or (plan.between == "gpu" and plan.gpus == 1)) and (plan.resident or not plan.accumulate)
     k = merge_factor(batch.n_micro, plan.gpus, ROUGH_GROUPS if roughly else MIN_GROUPS) if merged else 1
     if plan.gpus > 1:  # one interpreter launches for all
         turns = CONTENTION * (plan.gpus - 1) * rates.launch_overhead
@@ -259,7 +259,8 @@ def durations(cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch, k: int =
         if (task.kind, task.label) in times:
             return k * times[task.kind, task.label]
         kernels, passed = kernels_in(task.kind), passes.get(task.kind, 1.0)
-        return _launched(kernels, task.nbytes * passed / rates.copy, rates)
+        seconds = _launched(kernels, task.nbytes * passed / rates.copy, rates)
+        return k * seconds if plan.accumulate and task.kind == "decode" else seconds
 
     return duration
 

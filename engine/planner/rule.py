@@ -5,7 +5,7 @@ It starts from the plan that needs the least memory and moves parts of it up to 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -68,6 +68,7 @@ class Wanted:
     peers: bool = False  # GPUs have access to each other's memory
     shares: tuple[float, ...] = ()  # in which blocks are divided among GPUs; none: in turn
     hosts: int = 1  # the plan is that of the last host, which needs the most memory
+    accumulate: bool = True  # micro-batches may pass through the layers one after the other
 
     @classmethod
     def like(cls, plan: Plan, batch: Batch) -> Wanted:
@@ -156,8 +157,11 @@ def simple_plan(cfg: ModelConfig, limits: Limits, wanted: Wanted, strategy: Stra
         geo = geometry(replace(cfg, **cut._asdict()), wanted.dtype, wanted.adam_bits, *last)
         for plan in _lowest_plans(geo, wanted, strategy):
             if fits(geo, plan, limits):
-                return _fill(geo, plan, limits, wanted, strategy)
+                filled = _fill(geo, plan, limits, wanted, strategy)
+                return next(one_by_one(geo, limits, wanted, plan), filled) if filled.uses("ssd") else filled
             refused.append((geo, plan))
+        if alone := next(one_by_one(geo, limits, wanted, plan), None):
+            return alone
     raise refusal(refused, limits)
 
 
@@ -317,10 +321,29 @@ def share_updates(geo: Geometry, plan: Plan, limits: Limits, share: float) -> Pl
 
 
 def _keep_activations(geo: Geometry, plan: Plan, limits: Limits) -> Plan:
-    """Saves all tensors of as many of the last blocks as fit on the GPU: these are needed for the shortest time."""
+    """Saves all tensors of as many of the last blocks as fit on the GPU."""
+    return largest_fitting(geo, limits, geo.n_units - 2, lambda k: saving_last(geo, plan, k))
+
+
+def one_by_one(geo: Geometry, limits: Limits, wanted: Wanted, plan: Plan) -> Iterator[Plan]:
+    """`plan` with all weights and state on the GPU, and micro-batches one after the other: of each size with which that
+    fits, the smallest first.
+    """
+    alone = wanted.gpus == wanted.hosts == 1 and not geo.ties_gradient
+    if not (alone and wanted.accumulate and wanted.free and wanted.gpu_updates):
+        return
+    everything = dict(weights="gpu", state="gpu", base="gpu", update="cpu", x="gpu", saved=())
+    whole = replace(plan.changed(range(geo.n_units), **everything), accumulate=True, between="gpu", gradients="ram")
+    for tokens, n_micro in reversed(wanted.sizes):
+        sized = replace(whole, tokens=tokens, n_micro=n_micro)
+        if n_micro > 1 and fits(geo, sized, limits):
+            yield _keep_activations(geo, sized, limits)
+
+
+def saving_last(geo: Geometry, plan: Plan, k: int) -> Plan:
+    """`plan` that saves all tensors of the last k blocks on the GPU."""
     all_of: dict[str, Saved] = {k: tuple((name, "gpu") for name in geo.saved_names(k)) for k in geo.inner_kinds}
-    saved_in_last = lambda k: plan.saving({u: all_of[geo.kinds[u]] for u in range(geo.head - k, geo.head)})
-    return largest_fitting(geo, limits, geo.n_units - 2, saved_in_last)
+    return plan.saving({u: all_of[geo.kinds[u]] for u in range(geo.head - k, geo.head)})
 
 
 # ---------------------------------------------------------------- a refusal

@@ -5,7 +5,7 @@ Which tensors are swapped rather than recomputed: the most seconds of recomputat
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import chain, combinations
@@ -16,10 +16,11 @@ from trireme.engine.geometry import Geometry
 from trireme.engine.plan import DoesNotFit, Limits, Plan, SavedTier
 from trireme.engine.planner.predict import STEADY, Batch, Prediction, least_seconds, predict, rebuilt_seconds
 from trireme.engine.planner.rates import Rates
-from trireme.engine.planner.rule import Strategy, Wanted, largest, largest_fitting, longer_pieces, simple_plan, spread
+from trireme.engine.planner.rule import Strategy, Wanted, evenly, largest_fitting, longer_pieces, simple_plan
 from trireme.models.sizes import shapes
 from trireme.storage.layout import ITEMSIZE
 
+JITTER = 1.5  # of the interpreter's time for many small kernels: a GPU that waits for it is slower than estimated
 WEAR = 0.5  # a plan's cost includes this share of the seconds of writing activations to the SSD, for the drive's wear
 
 
@@ -39,7 +40,9 @@ class Search:
     def simulate(self, plan: Plan) -> None:
         if plan not in self.steps:
             assert self.fits(plan), "a plan that does not fit is not simulated"
-            step = predict(self.geo.cfg, plan, self.rates, self.batch(plan), roughly=True)
+            slower = dict(launch_overhead=JITTER * self.rates.launch_overhead, task=JITTER * self.rates.task)
+            rates = replace(self.rates, **slower) if plan.accumulate else self.rates
+            step = predict(self.geo.cfg, plan, rates, self.batch(plan), roughly=True)
             wear = WEAR * step.swapped / self.rates.ssd_write if step.swapped else 0.0
             self.steps[plan], self.costs[plan] = step, (step.step_s + wear) / (plan.tokens * plan.n_micro)
 
@@ -145,46 +148,35 @@ def count_moves(geo: Geometry, steps: Sequence[Move]) -> int:
     return sum(geo.kinds.count(move.kind) for move in steps)
 
 
-def most_in_ram(geo: Geometry, plan: Plan, limits: Limits, steps: Sequence[Move]) -> int:
-    """The largest number of moves whose tensors fit in RAM."""
-    return largest(count_moves(geo, steps), lambda n: fits(geo, with_moves(geo, plan, steps, n), limits))
-
-
 def with_most_on_gpu(
-    geo: Geometry, plan: Plan, limits: Limits, steps: Sequence[Move], n: int, in_ram: int | None = None
+    geo: Geometry, plan: Plan, limits: Limits, steps: Sequence[Move], counts: Mapping[SavedTier, int]
 ) -> Plan:
-    """`with_moves` with the largest `keep` that fits."""
-    moved = lambda keep: with_moves(geo, plan, steps, n, in_ram, keep)
-    return largest_fitting(geo, limits, geo.cfg.n_layers, moved)
+    """`with_moves` of `counts`, and of as many more as fit on the GPU."""
+    moved = lambda n: with_moves(geo, plan, steps, {**counts, "gpu": n})
+    return largest_fitting(geo, limits, count_moves(geo, steps), moved)
 
 
 def with_moves(
     geo: Geometry,
     plan: Plan,
     steps: Sequence[Move],
-    n: int,
-    in_ram: int | None = None,
-    keep: int = 0,
-    beyond: SavedTier = "ssd",
+    counts: Mapping[SavedTier, int],
     only: Container[int] | None = None,
 ) -> Plan:
-    """`plan` in which the last `keep` blocks save all tensors on the GPU, and the others those of the first n moves.
+    """`plan` that saves the tensors of the first moves, as many in each tier as `counts` has, in its order.
 
-    Each move counts once for each unit of its kind. The last move is applied to units at even distances. The first
-    `in_ram` moves (None: all) save in RAM, the others in tier `beyond`. `only`: other units stay as they are.
+    Each move counts once for each unit of its kind. Where only some units make it, or some to a tier, they are at even
+    distances. `only`: other units stay as they are.
     """
-    last, in_ram = geo.cfg.n_layers - keep, n if in_ram is None else in_ram
-    saved: dict[int, dict[str, SavedTier]] = {}
-    for u in (u for u in range(1, geo.head) if only is None or u in only):
-        on_gpu = shapes.layer(geo.cfg, u) >= last
-        saved[u] = dict.fromkeys(geo.saved_names(geo.kinds[u]) if on_gpu else (), "gpu")
+    left = dict(counts)
+    saved: dict[int, dict[str, SavedTier]] = {u: {} for u in range(1, geo.head) if only is None or u in only}
     for move in steps:
         units = [u for u in saved if geo.kinds[u] == move.kind]
-        moved, ram = min(n, len(units)), min(in_ram, n, len(units))
-        n, in_ram, ram_places = n - moved, in_ram - ram, spread(moved, ram)
-        for i, place in enumerate(sorted(spread(len(units), moved))):
-            u = units[place]
-            if shapes.layer(geo.cfg, u) < last:
-                tier: SavedTier = "ram" if i in ram_places else beyond
+        units = sorted(evenly(units, min(sum(left.values()), len(units))))
+        for tier in left:
+            chosen = evenly(units, min(left[tier], len(units)))
+            left[tier] -= len(chosen)
+            for u in chosen:
                 saved[u] = {name: saved[u].get(name, tier) for name in move.names}
+            units = [u for u in units if u not in chosen]
     return plan.saving({u: tuple(names.items()) for u, names in saved.items()})

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -62,6 +63,8 @@ class Planner:
                 yield f"{name} is {value}, the plan has {planned}"
         if len(plan.units) != plan.cut(self.cfg).n_units or plan.tokens % self.room:
             yield "it is for another model or --seq-len"
+        if plan.accumulate and self.options.router_aux:
+            yield "its micro-batches do not pass together, as --router-aux needs"
         if self.on_cuda and not plan.runs_on_cuda:
             yield f"no CUDA kernel updates {plan.adam_bits}-bit moments"
         if math.ceil(work.sequences / (plan.tokens // self.room) / plan.hosts) > plan.n_micro:
@@ -127,10 +130,11 @@ class Planner:
         o, gpus, hosts, before = self.options, self.limits.gpus, world().hosts, self.fixed.plan if self.fixed else None
         sequences = math.ceil(sequences / hosts)  # of each
         mode = self._mode or (before.mode if before else "backward")
+        device: dict[str, Any] = dict(on_cuda=self.on_cuda, gpus=gpus, hosts=hosts, accumulate=not o.router_aux)
         if before:
             halves = all_cuts(self.cfg, gpus == hosts == 1, (before.halves,))
             size, same = (before.tokens, before.n_micro), (before.record, before.adam_bits)
-            return Wanted((size,), before.dtype, mode, *same, cuts=halves, on_cuda=self.on_cuda, gpus=gpus, hosts=hosts)
+            return Wanted((size,), before.dtype, mode, *same, cuts=halves, **device)
         limit = max(1, MICRO_TOKENS[self.on_cuda] // self.room)
         if gpus > 1:
             limit = max(1, min(limit, sequences // gpus))  # fewer micro-batches would leave GPUs idle
@@ -141,8 +145,7 @@ class Planner:
         if hosts > 1:  # shares are whole records
             quarter = shapes.parameters(self.cfg) // self.cfg.n_units // (4 * hosts) // 4096 * 4096
             record = min(record, max(1 << 12, quarter))
-        sizes = sizes_of(rows, sequences, self.room)
-        return Wanted(sizes, self.dtype, mode, record, o.adam_bits or 32, on_cuda=self.on_cuda, gpus=gpus, hosts=hosts)
+        return Wanted(sizes_of(rows, sequences, self.room), self.dtype, mode, record, o.adam_bits or 32, **device)
 
 
 # ---------------------------------------------------------------- the machine

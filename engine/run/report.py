@@ -130,6 +130,7 @@ def _steps(job: Job) -> str:
     fewer = " (all there are)" if work.sequences < o.batch_size else ""
     epochs = "" if o.max_steps or not o.epochs else f", {o.epochs:g} epoch{'s' * (o.epochs != 1)}"
     micro = f"{n} micro-batch{'es' * (n > 1)} of {job.rows}{' on each host' * (job.plan.hosts > 1)}"
+    micro += ", one after the other" * (n > 1 and job.plan.accumulate)
     sequences = f"{count(work.sequences, 'sequence')}{fewer} of up to {work.seq_len:,} tokens"
     return f"{work.steps:,} of {sequences}{epochs}; {micro}"
 

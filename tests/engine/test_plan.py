@@ -96,6 +96,18 @@ def test_gradients_that_do_not_wait_take_few_slots():
         assert usage(geo, all_wait)["ram"] - usage(geo, plan)["ram"] > (SMALL.n_layers - plan.ram_window - 1) * block
 
 
+def test_micro_batches_one_after_the_other_store_the_activations_of_one():
+    plan = plan_for(1 << 30, 1 << 30).changed(range(SMALL.n_units), x="gpu", saved=(("qkv", "gpu"),))
+    geo, four = Geometry.of(SMALL, plan), replace(plan, n_micro=4)
+    stored = geo.x_bytes(plan.tokens) + geo.saved_layout(1, ("qkv",), plan.tokens).span
+    freed = usage(geo, four)["gpu"] - usage(geo, replace(four, accumulate=True))["gpu"]
+    sums = sum(layout.span for layout in geo.gradients)
+    assert freed > 3 * 8 * stored - sums
+    tied = replace(SMALL, tied=True)
+    with pytest.raises(InputError, match="tied"):
+        build(tied, replace(four, accumulate=True), Limits(1 << 40, 1 << 40), SimulatedQueues(lambda *task: 0.0, RATES))
+
+
 def test_a_plan_survives_its_file(tmp_path):
     plan = plan_for(64 * MIB, 40 * MIB)
     write_plan(plan, tmp_path / "plan.json")
@@ -118,7 +130,8 @@ NO_PLANS = [
     {"dtype": "F16"}, {"adam_bits": "8"}, {"late_moments": 3}, {"late_moments": [["ram"]]}, {"halves": []},
     {"adam_bits": 32.0}, {"adam_bits": [32]}, {"dtype": ["BF16"]}, {"tokens": 10**400}, {"record": 1 << 60},
     {"slices": 0}, {"slices": 2}, {"slices": 2, "halves": True, "between": "ram"},
-    {"slices": 2, "halves": True, "hosts": 2},
+    {"slices": 2, "halves": True, "hosts": 2}, {"accumulate": 1}, {"accumulate": True, "hosts": 2},
+    {"accumulate": True, "units": [STORED | {"gpu": u} for u in range(2)]},
     {"slices": 2, "halves": True, "units": [{"x": "ram", "gpu": u // 3} for u in range(4)]},
     {"units": [{"gpu": u % 2, "x": "ram"} for u in range(4)], "between": "ram", "halves": True},
     {"units": [{"gpu": u // 2, "x": "ram"} for u in range(5)], "between": "ram", "halves": True},

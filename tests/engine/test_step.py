@@ -154,6 +154,10 @@ PLANS = {  # name -> model, method, its units and other decisions
     **{f"{n} micro-batches, x on {tier} between layers": (
         "untied", None, (replace(HOST, x=tier),) * 4 + (replace(HOST, x="ram"),), dict(n_micro=n, between="ram"))
        for tier, n in zip(TIERS, (5, 4, 5), strict=True)},
+    **{f"{model}, one micro-batch after the other": (
+        model, method, (replace(UnitPlan(tier, tier), x=x),) * 5, dict(n_micro=3, accumulate=True))
+       for model, method, tier, x in (("untied", "kto", "ram", "gpu"), ("lora", None, "gpu", "ram"),
+                                      ("untied", "teacher", "ssd", "ssd"))},
     "a teacher": ("tied", "teacher", (replace(HOST, x="ram"),) * 5, dict(dtype="F32", n_micro=3)),
     **{f"{method}, between {between}": (LLAMAS[i // 2 % 2], method, ALL_X, dict(n_micro=4, between=between))
        for i, (method, between) in enumerate(zip(METHODS, ("gpu", "ram") * 4, strict=True))},
@@ -271,7 +275,10 @@ PLACES = st.tuples(*[st.lists(st.sampled_from(tuple(BETWEEN)), max_size=3)] * 4)
 
 def model_and_plan(seed):
     model = Random(seed).choice(tuple(MODELS))
-    return model, random_plan(MODELS[model], Random(f"{model} {seed}"))
+    cfg = MODELS[model]
+    plan = random_plan(cfg, Random(f"{model} {seed}"))
+    balanced = cfg.experts and not cfg.experts.sigmoid
+    return model, replace(plan, accumulate=plan.gpus == 1 and not cfg.tied and not balanced and seed % 3 == 0)
 
 
 SEEDS = st.integers(0, 1 << 32).map(model_and_plan)

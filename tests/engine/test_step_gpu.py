@@ -252,6 +252,7 @@ def test_units_on_several_gpus_leave_the_bits_of_one(name, tier, deal, between):
 def test_any_plan_on_up_to_four_gpus(name, seed):
     cfg, on_gpus = OTHERS.get(name, CFG), dict(dtype="BF16", mode="forward", adam_bits=32, record=5000)
     plan = random_plan(cfg, Random(seed), tokens=48, **on_gpus)
+    plan = replace(plan, accumulate=plan.gpus == 1 and name == "dense" and seed % 2 == 0)
     e = make(cfg, plan, cards(plan.gpus))
     check_same(e, batches(cfg, 4, plan.n_micro, 48), *on_the_gpu(plan.n_micro, 1.0, cfg))
 

@@ -195,6 +195,27 @@ def test_placements_that_are_asked_for_stay():
     assert {unit.state for unit in choose(SMALL, Limits(GIB, GIB), RATES, wanted).plan.units} == {"ssd"}
 
 
+@pytest.mark.parametrize(("name", "gpu"), [("llama-8b", 22), ("llama-8b", 46), ("llama-70b", 22)])
+def test_micro_batches_come_one_after_the_other_where_that_saves_recomputation(name, gpu):
+    """That is, where all weights are on the GPU."""
+    cfg, limits = with_adapters(name), Limits(gpu * GIB, 200 * GIB)
+    wanted = replace(WANTED, sizes=sizes_of((8, 4, 2, 1), 16, 2048), document=2048)
+    alone, together = (choose(cfg, limits, H200, replace(wanted, accumulate=may)) for may in (True, False))
+    assert alone.plan.accumulate == alone.plan.resident == (name == "llama-8b")
+    assert not together.plan.accumulate
+    if alone.plan.accumulate:
+        assert alone.per_token < 0.9 * together.per_token
+        check(cfg, alone, limits, H200)
+
+
+def test_one_after_the_other_a_step_may_have_any_number_of_tokens_without_a_drive():
+    cfg, limits = with_adapters("llama-8b"), Limits(22 * GIB, 8 * GIB)
+    wanted = replace(WANTED, sizes=sizes_of((8, 4, 2, 1), 512, 2048), document=2048)
+    check(cfg, choose(cfg, limits, H200, wanted), limits, H200)
+    with pytest.raises(DoesNotFit):
+        choose(cfg, limits, H200, replace(wanted, accumulate=False))
+
+
 def test_the_rule_writes_moments_in_memory_late_in_steps_of_many_tokens():
     for n_micro, late in ((16, ("gpu", "ram")), (2, ())):
         plan = simple_plan(SMALL, Limits(200 * MIB, 200 * MIB), replace(WANTED, sizes=((1024, n_micro),)))
@@ -341,7 +362,7 @@ def test_moves_spare_less_and_less_recomputation_per_byte(cfg):
     empty = Plan((UnitPlan(),) * cfg.n_units, 4096, 1)
     each = [move for move in steps for _ in range(geo.kinds.count(move.kind))]
     for n in (1, len(each) // 2, len(each)):  # the first n take as much as they say
-        units = zip(geo.kinds[1:-1], with_moves(geo, empty, steps, n).units[1:-1], strict=True)
+        units = zip(geo.kinds[1:-1], with_moves(geo, empty, steps, {"ram": n}).units[1:-1], strict=True)
         taken = sum(shapes.saved_bytes(cfg, 4096, 2, kind)[name] for kind, unit in units for name in unit.names("ram"))
         assert taken == sum(move.nbytes for move in each[:n])
     per_byte = [float(f"{move.seconds / move.nbytes:.6g}") for move in steps]

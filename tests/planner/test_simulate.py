@@ -79,6 +79,7 @@ def plans(draw) -> Plan:
     late = pick((), ("ram",), ("ram", "ssd")) if mode == "forward" else ()
     more = dict(window=pick(2, 3), ram_window=pick(2, 3), state_slots=pick(3, 4, 50), record=pick(1 << 18, 1 << 22))
     gradients = pick("ram", "ssd") if mode != "backward" else "ram"
+    more |= dict(accumulate=pick(False, True))
     return Plan(tuple(units), 256, pick(1, 2, 6), mode=mode, late_moments=late, between=between, gradients=gradients,
                 halves=halves, piece=pick(1 << 40, 1 << 20), **more)  # fmt: skip
 
