@@ -175,7 +175,7 @@ PLANS = {  # name -> model, method, its units and other decisions
 }  # fmt: skip
 
 
-@pytest.mark.grid("all in ram", "late moments, BF16")
+@pytest.mark.grid("all in ram", "late moments, BF16", "untied, one micro-batch after the other")
 @pytest.mark.parametrize("name", PLANS)
 def test_placement_never_changes_the_numbers(name):
     model, method, units, more = PLANS[name]
@@ -459,6 +459,16 @@ def test_an_evaluation_sends_no_input_to_its_tier(tier):
     train_step(e, micro, 1, 0.0)
     assert (e.queues.moved["d2h"] > 0, e.queues.moved["ssd_write"] > 0) == (tier != "gpu", tier == "ssd")
     assert all(map(torch.equal, evaluate(e, micro), before))
+
+
+def test_a_pass_over_no_micro_batch_runs_the_updates_that_are_due():
+    """As on one of several hosts, which has none of an evaluation's, and shares its updates with the others."""
+    e = make(LLAMA, gpu_plan(LLAMA, units=(HOST,) * 5))
+    (batch,) = batches(LLAMA, 1, 1, 24)[0]
+    train_step(e, [make_inputs(LLAMA, batch, [(rope_tables(LLAMA, 64, "cpu"), "cpu")])], 1, 1e-2)
+    assert e.gradients.landed
+    assert evaluate(e, []) == []
+    assert not e.gradients.landed
 
 
 def test_a_step_without_labels_is_refused_and_changes_nothing():

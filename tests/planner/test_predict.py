@@ -18,6 +18,7 @@ from trireme.engine.planner.simulate import is_copy
 from trireme.engine.planner.sizes import find_model
 from trireme.engine.tuning.chosen import adapted, targets
 from trireme.models.config import Lora
+from trireme.models.families.packing import NF4
 from trireme.models.sizes import measure, shapes
 
 
@@ -252,6 +253,20 @@ def test_a_rough_prediction_tells_few_pieces_of_a_gradient_apart():
     assert rough.step_s == pytest.approx(exact.step_s, rel=0.01)
     assert not rough.spans
     assert sum((s.kind, s.label) == ("finish", "block000") for s in exact.spans) > 60
+
+
+@pytest.mark.parametrize("roughly", [False, True])
+def test_a_packed_base_is_decoded_for_each_micro_batch_that_passes_alone(roughly):
+    """However many of them are simulated as one."""
+    cfg = replace(ADAPTED, packing=NF4, packed=("*layers.*proj.weight",))
+
+    def longer(n: int) -> float:
+        together = plan(cfg, UnitPlan(), keep=6, tokens=256, n_micro=n)
+        both = together, replace(together, accumulate=True)
+        before, after = (predict(cfg, p, RATES, Batch(256, 256, n), roughly).step_s for p in both)
+        return after - before
+
+    assert longer(16) == pytest.approx(15 * longer(2), rel=0.01)
 
 
 def test_products_in_fp8_take_its_time_and_that_of_codes():

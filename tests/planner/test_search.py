@@ -206,6 +206,16 @@ def test_micro_batches_come_one_after_the_other_where_that_saves_recomputation(n
     if alone.plan.accumulate:
         assert alone.per_token < 0.9 * together.per_token
         check(cfg, alone, limits, H200)
+        slow = replace(H200, launch_overhead=3e-5, task=1e-4)  # few tokens do not keep the GPU busy
+        assert choose(cfg, limits, slow, wanted).plan.tokens >= alone.plan.tokens * (2 if gpu == 22 else 1)
+
+
+def test_a_tied_embedding_that_is_trained_needs_all_micro_batches_together():
+    limits, wanted = Limits(2200 * MIB, GIB), replace(WANTED, sizes=((4096, 32), (1024, 128)))
+    for tied in (False, True):
+        choice = choose(replace(SMALL, tied=tied), limits, RATES, wanted)
+        assert choice.plan.accumulate != tied
+        check(replace(SMALL, tied=tied), choice, limits, RATES)
 
 
 def test_one_after_the_other_a_step_may_have_any_number_of_tokens_without_a_drive():
@@ -362,9 +372,10 @@ def test_moves_spare_less_and_less_recomputation_per_byte(cfg):
     empty = Plan((UnitPlan(),) * cfg.n_units, 4096, 1)
     each = [move for move in steps for _ in range(geo.kinds.count(move.kind))]
     for n in (1, len(each) // 2, len(each)):  # the first n take as much as they say
-        units = zip(geo.kinds[1:-1], with_moves(geo, empty, steps, {"ram": n}).units[1:-1], strict=True)
-        taken = sum(shapes.saved_bytes(cfg, 4096, 2, kind)[name] for kind, unit in units for name in unit.names("ram"))
-        assert taken == sum(move.nbytes for move in each[:n])
+        for counts in ({"ram": n}, {"ram": n // 2, "gpu": n - n // 2}):
+            units = zip(geo.kinds[1:-1], with_moves(geo, empty, steps, counts).units[1:-1], strict=True)
+            taken = [shapes.saved_bytes(cfg, 4096, 2, kind)[name] for kind, unit in units for name, _ in unit.saved]
+            assert sum(taken) == sum(move.nbytes for move in each[:n])
     per_byte = [float(f"{move.seconds / move.nbytes:.6g}") for move in steps]
     assert per_byte == sorted(per_byte, reverse=True)
     for kind in geo.inner_kinds:

@@ -15,7 +15,7 @@ import pytest
 import yaml
 from command import fails, write
 
-from trireme.engine.plan import Limits
+from trireme.engine.plan import Limits, Plan, UnitPlan
 from trireme.engine.planner.rule import Wanted, simple_plan
 from trireme.engine.run import cli
 from trireme.models.config import read_config
@@ -175,6 +175,18 @@ def test_what_does_not_fit_is_offered_otherwise(here, capsys):
     offer = re.search(r"This fits: ([^,]*)", said)
     assert offer, said
     assert cli.main([*words.split(), *offer[1].split()]) == 0
+
+
+@pytest.mark.full
+def test_the_balance_loss_needs_all_micro_batches_together(here, capsys):
+    words = "--shape qwen3-30b --lora 16 --base nf4 --batch-size 256 --seq-len 2048 --assume gpu=rtx5090,ram=24GiB"
+    balanced = [*words.split(), "--dry-run", "--router-aux", "0.01"]
+    assert cli.main([*words.split(), "--dry-run"]) == 0
+    assert "one after the other" in capsys.readouterr().out
+    assert cli.main(balanced) == 3
+    capsys.readouterr()
+    write("plan.json", json.dumps(asdict(Plan((UnitPlan(),) * 50, 16384, 32, accumulate=True))))
+    assert "--router-aux" in fails(capsys, here, *balanced, "--plan", "plan.json", code=2)
 
 
 @pytest.mark.full
