@@ -269,6 +269,12 @@ def test_a_packed_base_is_decoded_for_each_micro_batch_that_passes_alone(roughly
     assert longer(16) == pytest.approx(15 * longer(2), rel=0.01)
 
 
+def test_streamed_weights_cross_the_bus_for_each_micro_batch_that_passes_alone():
+    alone = lambda n: plan(ADAPTED, UnitPlan(base="ram"), tokens=256, n_micro=n, accumulate=True)
+    up = lambda n: predict(ADAPTED, alone(n), RATES, Batch(256, 256, n), roughly=True).busy["h2d"]
+    assert up(16) == pytest.approx(8 * up(2), rel=0.1)
+
+
 def test_products_in_fp8_take_its_time_and_that_of_codes():
     """Where multiplying costs little, codes are all that is added; where it is all, each rate has its FLOPs."""
     p, batch = plan(SEVEN_B, UnitPlan("ram", "ram"), keep=3), Batch(16384, 4096, 2)
