@@ -56,6 +56,7 @@ from trireme.models.sizes import narrow, shapes
 pytestmark = [pytest.mark.grid, pytest.mark.usefixtures("few_rows_in_fp8")]
 
 NAMES = tuple(shapes.saved_shapes(LLAMA, 1))
+ROPE_TABLES = [(rope_tables(LLAMA, 64, "cpu"), "cpu")]  # by device
 
 
 ELSEWHERE = ("mamba", "olmo hybrid", "nemotron", "falcon h1")  # in test_families.py: half blocks, or layers without any
@@ -424,12 +425,11 @@ def test_ktos_counterparts_are_only_read_forward():
     """With the loss and the divergence of all documents in one pass, and half of the work behind it."""
     (step,), of = pairs(LLAMA, 1, 3, 24, kto=True), Preference("kto")
     e = make(LLAMA, gpu_plan(LLAMA, n_micro=3), RealQueues("cpu", extra=("poison",)))
-    places = [(rope_tables(LLAMA, 64, "cpu"), "cpu")]
-    docs, losses = [mb.documents for mb in step], evaluate(e, [make_inputs(LLAMA, mb, places) for mb in step])
+    docs, losses = [mb.documents for mb in step], evaluate(e, [make_inputs(LLAMA, mb, ROPE_TABLES) for mb in step])
     logps = np.concatenate([each.sums(loss.numpy()) for each, loss in zip(docs, losses, strict=True)])
     expected = compare(of, joined(docs), logps)
     micro = [collate(LLAMA, mb, split_kl=True) for mb in step]
-    stats = train_step(e, [to_devices(mb, places) for mb in micro], 1, 1e-3, sum(mb.weight for mb in micro), of)
+    stats = train_step(e, [to_devices(mb, ROPE_TABLES) for mb in micro], 1, 1e-3, sum(mb.weight for mb in micro), of)
     assert stats.loss == pytest.approx(expected.loss, rel=1e-6)
     assert stats.metrics == pytest.approx(expected.metrics(), rel=1e-5)
     assert sum(mb.tokens for mb in micro) + sum(mb.kl.tokens for mb in micro) == sum(len(mb.ids) for mb in step)
@@ -439,7 +439,7 @@ def test_ktos_counterparts_are_only_read_forward():
 def test_where_nothing_is_trained_a_step_is_an_evaluation():
     cfg = replace(LLAMA, frozen=("*",))
     e = make(cfg, gpu_plan(cfg, dtype="BF16"))
-    micro = [make_inputs(cfg, mb, [(rope_tables(cfg, 64, "cpu"), "cpu")]) for mb in batches(cfg, 1, 2, 24)[0]]
+    micro = [make_inputs(cfg, mb, ROPE_TABLES) for mb in batches(cfg, 1, 2, 24)[0]]
     losses = evaluate(e, micro)
     stats = train_step(e, micro, 1, 1e-2)
     assert stats.loss == float(sum(part.double().sum() for part in losses) / sum(mb.trained for mb in micro))
@@ -453,7 +453,7 @@ def test_an_evaluation_sends_no_input_to_its_tier(tier):
     plan = gpu_plan(LLAMA)
     inner = tuple(replace(unit, x=tier) for unit in plan.units[1:-1])
     e = make(LLAMA, replace(plan, units=(plan.units[0], *inner, plan.units[-1])), poison=False)
-    micro = [make_inputs(LLAMA, mb, [(rope_tables(LLAMA, 64, "cpu"), "cpu")]) for mb in batches(LLAMA, 1, 2, 24)[0]]
+    micro = [make_inputs(LLAMA, mb, ROPE_TABLES) for mb in batches(LLAMA, 1, 2, 24)[0]]
     before = evaluate(e, micro)
     assert not e.queues.moved["d2h"] + e.queues.moved["ssd_write"]
     train_step(e, micro, 1, 0.0)
@@ -465,7 +465,7 @@ def test_a_pass_over_no_micro_batch_runs_the_updates_that_are_due():
     """As on one of several hosts, which has none of an evaluation's, and shares its updates with the others."""
     e = make(LLAMA, gpu_plan(LLAMA, units=(HOST,) * 5))
     (batch,) = batches(LLAMA, 1, 1, 24)[0]
-    train_step(e, [make_inputs(LLAMA, batch, [(rope_tables(LLAMA, 64, "cpu"), "cpu")])], 1, 1e-2)
+    train_step(e, [make_inputs(LLAMA, batch, ROPE_TABLES)], 1, 1e-2)
     assert e.gradients.landed
     assert evaluate(e, []) == []
     assert not e.gradients.landed
@@ -477,6 +477,6 @@ def test_a_step_without_labels_is_refused_and_changes_nothing():
     batch = batches(LLAMA, 1, 1, 24)[0]
     batch[0].labels[:] = -100
     with pytest.raises(InputError, match="step 7"):
-        train_step(e, [make_inputs(LLAMA, batch[0], [(rope_tables(LLAMA, 64, "cpu"), "cpu")])], 7, 1e-2)
+        train_step(e, [make_inputs(LLAMA, batch[0], ROPE_TABLES)], 7, 1e-2)
     e.optimizer.flush()
     assert all(torch.equal(value, before[name]) for name, value in final_weights(e).items())
