@@ -158,10 +158,11 @@ def simple_plan(cfg: ModelConfig, limits: Limits, wanted: Wanted, strategy: Stra
         for plan in _lowest_plans(geo, wanted, strategy):
             if fits(geo, plan, limits):
                 filled = _fill(geo, plan, limits, wanted, strategy)
-                return next(one_by_one(geo, limits, wanted, plan), filled) if filled.uses("ssd") else filled
+                alone = next(one_by_one(geo, limits, wanted, plan), None) if filled.uses("ssd") else None
+                return _keep_activations(geo, alone, limits) if alone else filled
             refused.append((geo, plan))
         if alone := next(one_by_one(geo, limits, wanted, plan), None):
-            return alone
+            return _keep_activations(geo, alone, limits)
     raise refusal(refused, limits)
 
 
@@ -326,8 +327,8 @@ def _keep_activations(geo: Geometry, plan: Plan, limits: Limits) -> Plan:
 
 
 def one_by_one(geo: Geometry, limits: Limits, wanted: Wanted, plan: Plan) -> Iterator[Plan]:
-    """`plan` with all weights and state on the GPU, and micro-batches one after the other: of each size with which that
-    fits, the smallest first.
+    """`plan` with all weights and state on the GPU and nothing saved, and micro-batches one after the other: of each
+    size with which that fits, the smallest first.
     """
     alone = wanted.gpus == wanted.hosts == 1 and not geo.ties_gradient
     if not (alone and wanted.accumulate and wanted.free and wanted.gpu_updates):
@@ -337,7 +338,7 @@ def one_by_one(geo: Geometry, limits: Limits, wanted: Wanted, plan: Plan) -> Ite
     for tokens, n_micro in reversed(wanted.sizes):
         sized = replace(whole, tokens=tokens, n_micro=n_micro)
         if n_micro > 1 and fits(geo, sized, limits):
-            yield _keep_activations(geo, sized, limits)
+            yield sized
 
 
 def saving_last(geo: Geometry, plan: Plan, k: int) -> Plan:

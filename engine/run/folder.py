@@ -276,10 +276,10 @@ def latest(runs: Path) -> Path:
 
 def check_resumable(out: Path) -> None:
     """Raises InputError unless a folder has a run that can go on."""
-    if begun := config_file.is_own(out / "config.yaml"):
+    if has_run := config_file.is_own(out / "config.yaml"):
         files.remove_folders([out / RUN])  # empty where the removal of a finished run was killed
-    if not begun or is_finished(out):
-        hint = f"that run is finished. {further(out)}" if begun else "there is no run. Name the folder that --out named"
+    if not has_run or is_finished(out):
+        hint = f"that run is finished. {further(out)}" if has_run else "there is no run. Name the folder that --out named"
         raise InputError(f"--resume {out}: {hint}.")
 
 
