@@ -78,7 +78,7 @@ class Reader:
 def _fetch(placement: Placement, entry: Entry, shards: Sequence[Stored], buffer: Tensor, after: Sequence[Task]) -> Task:
     """Queues a copy of an entry's shards to RAM: from a GPU, or from the SSD with a check of their checksums."""
     if (stored := placement.stored(entry)) is None:
-        queue, copy = f"{entry.queue}_read", partial(placement.move, "verify", shards, buffer, entry.kind == "state")
+        queue, copy = f"{entry.queue}_read", partial(placement.move, "verify", shards, buffer)
     else:
         queue, copy = numbered("d2h", placement.plan.units[entry.u].gpu), partial(_down, stored, shards, buffer)
     nbytes = sum(shard.layout.span for shard in shards)
@@ -121,7 +121,7 @@ def save_to_store(placement: Placement, progress: Progress = silent) -> None:
     for entry in placement.entries(everything=False):
         buffer, reads = reader.bring(entry)
         shards = placement.shards_of(entry)
-        write = partial(placement.move, "write", shards, buffer, later=entry.kind == "state")
+        write = partial(placement.move, "write", shards, buffer)
         nbytes = sum(shard.layout.span for shard in shards)
         task = placement.queues.run(f"{entry.queue}_write", entry.content, placement.label(entry), write, reads, nbytes)
         written.append((entry, task))

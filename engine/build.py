@@ -60,7 +60,8 @@ class Engine:
     views: dict[tuple[int, ...], Any] = field(default_factory=dict, repr=False)
 
     def close(self) -> None:
-        """Ends the threads of updates, frees scratch space and memory. The caller closes the queues."""
+        """Ends the queues and the threads of updates, frees scratch space and memory."""
+        self.queues.close()
         self.optimizer.close()
         self.views.clear()
         self.placement.scratch.close()

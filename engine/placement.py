@@ -155,10 +155,10 @@ class Placement:
         self.base = [self.buffer(v, tiers[v], "base") for v in base_units]
         self.state = [self._split_records(u, self.buffer(u, plan.units[u].state, "state")) for u in units]
 
-    def buffer(self, u: int, tier: Tier, role: Role, gpu: int | None = None) -> Tensor:
-        """Unit u's buffer, on its GPU or on `gpu`; empty if the plan has none, and in a simulation."""
+    def buffer(self, u: int, tier: Tier, role: Role) -> Tensor:
+        """Unit u's buffer, on its GPU; empty if the plan has none, and in a simulation."""
         name = self.geo.base_names[u] if role == "base" else self.geo.names[u]
-        gpu = self.plan.units[self.geo.unit_of(u)].gpu if gpu is None else gpu
+        gpu = self.plan.units[self.geo.unit_of(u)].gpu
         return next(iter(self.many(tier, role, name, gpu)), NOTHING)
 
     def many(self, tier: Tier, role: Role, key: str = "", gpu: int = 0) -> list[Tensor]:
@@ -265,7 +265,7 @@ class Placement:
         shards = cache(lambda part: self.shards_of(entry, *part or ()))
 
         def move(access: Access, buffer: Tensor, part: tuple[str, ...] | None) -> None:
-            self.move(access, shards(part), buffer, later=entry.kind == "state")
+            self.move(access, shards(part), buffer)
 
         nbytes = cache(lambda part: sum(shard.layout.span for shard in shards(part)))
         return OnDrive(nbytes, partial(move, "read"), partial(move, "write"))
@@ -282,33 +282,30 @@ class Placement:
             return f"{self.geo.base_names[entry.u]} base"
         return self.geo.names[entry.u] + (f" {entry.r}" if entry.kind == "state" else "")
 
-    def move(self, access: Access, shards: Sequence[Stored], buffer: Tensor, later: bool = False) -> None:
+    def move(self, access: Access, shards: Sequence[Stored], buffer: Tensor) -> None:
         """As `start`, and waits. Also after an error nothing is in flight."""
-        finish(self.start(access, shards, buffer, later))
+        finish(self.start(access, shards, buffer))
 
-    def start(
-        self, access: Access, shards: Sequence[Stored], buffer: Tensor, later: bool = False
-    ) -> list[Future[None]]:
+    def start(self, access: Access, shards: Sequence[Stored], buffer: Tensor) -> list[Future[None]]:
         """Starts to move shards from or to their offsets in `buffer`; those of frozen weights are in the scratch space.
-        `later`: as of Store. After an error nothing is in flight.
+        State comes later than weights, as no task waits for it. After an error nothing is in flight.
         """
         futures: list[Future[None]] = []
         try:
             for s in shards:
-                futures.append(self._start(access, s, memory_of(buffer[s.first :], s.layout.span), later))
+                futures.append(self._start(access, s, memory_of(buffer[s.first :], s.layout.span)))
         except BaseException:
             wait(futures)
             raise
         return futures
 
-    def _start(self, access: Access, shard: Stored, memory: memoryview, later: bool) -> Future[None]:
+    def _start(self, access: Access, shard: Stored, memory: memoryview) -> Future[None]:
         if shard.entry.kind == "base":
             move = self.scratch.write if access == "write" else self.scratch.read
             return move(self.base_offset[shard.entry.u], memory)
         assert self.store is not None, "the plan uses the SSD, and the engine was built without a store"
-        if access == "verify":
-            return self.store.verify(shard.name, memory)
-        return (self.store.write if access == "write" else self.store.read)(shard.name, memory, later)
+        request = {"read": self.store.read, "verify": self.store.verify, "write": self.store.write}[access]
+        return request(shard.name, memory, shard.entry.kind == "state")
 
 
 def _refuse(buffer: Tensor, part: object) -> None:  # noqa: ARG001

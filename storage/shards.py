@@ -93,9 +93,9 @@ class Shards:
         """Fills `buffer` (page-aligned, layout.span bytes). The future raises StoreError. `later`: as in aio.py."""
         return self._read(name, buffer, later=later)
 
-    def verify(self, name: str, buffer: Buffer) -> Future[None]:
-        """Reads, and compares with the checksum. The future raises StoreError, also Damaged."""
-        return self._read(name, buffer, verify=True)
+    def verify(self, name: str, buffer: Buffer, later: bool = False) -> Future[None]:
+        """As `read`, and compares with the checksum. The future raises StoreError, also Damaged."""
+        return self._read(name, buffer, verify=True, later=later)
 
     def _read(self, name: str, buffer: Buffer, verify: bool = False, later: bool = False) -> Future[None]:
         shard = self.shards[name]

@@ -106,13 +106,13 @@ def random_engine(
 ) -> Iterator[Engine]:
     """A context with an engine that has random weights, and its store in `folder` meanwhile. Closes `queues`."""
     with ExitStack() as stack:
+        stack.callback(queues.close)
         store = None
         if folder is not None:
             store = Store.create([open_device(stack.enter_context(Temporary(HIDDEN, folder)), say=lambda _: None)])
             stack.callback(store.close)
         e = build(cfg, plan, limits, queues, adamw=AdamW(max_grad_norm=max_grad_norm), store=store, pinned=pinned)
         stack.callback(e.close)
-        stack.callback(queues.close)
         if store is not None:
             for shard in e.placement.shards():
                 if e.placement.tier(shard.entry) == "ssd":

@@ -71,3 +71,6 @@ class Queues(Protocol):
 
     def drain(self) -> None:
         """Waits for all tasks; raises the first error."""
+
+    def close(self) -> None:
+        """Ends its threads. Calling it again does nothing."""

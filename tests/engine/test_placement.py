@@ -4,6 +4,7 @@ import errno
 import subprocess
 import sys
 import threading
+import time
 from concurrent.futures import Future
 
 import pytest
@@ -37,7 +38,7 @@ class SickStore:
             raise sick
         return future
 
-    write = read
+    verify = write = read
 
 
 @pytest.mark.parametrize("how", [("fails", "slow"), ("slow", "fails"), ("slow", "refused")])
@@ -59,7 +60,7 @@ class SlowStore(SickStore):
         super().__init__()
         self.places: list[tuple[int, Future]] = []
 
-    def verify(self, name: str, buffer: memoryview) -> Future:
+    def verify(self, name: str, buffer: memoryview, later: bool = False) -> Future:
         self.how.append("slow")
         place = address_of(buffer)
         assert all(future.done() for at, future in self.places if at == place)
@@ -89,6 +90,16 @@ def test_who_leaves_while_all_is_read_leaves_nothing_in_flight(last):
     load_from_store(placement, told.append)
     assert sum(told) == placement.nbytes()
     assert all(future.done() for future in store.slow)
+
+
+def test_an_engine_ends_what_is_in_flight_before_its_files():
+    queues, order = RealQueues(), []
+    e = build(LLAMA, gpu_plan(LLAMA, units=(UnitPlan(),) * 5, dtype="BF16"), LIMITS, queues)
+    e.placement.scratch.close = lambda: order.append("files")
+    queues.run("ssd_read", "weights", "slow", lambda: (time.sleep(0.2), order.append("read")))
+    e.close()
+    assert order == ["read", "files"]
+    assert not any(thread.is_alive() for thread in queues.threads)
 
 
 @pytest.mark.full
