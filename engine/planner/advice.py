@@ -18,8 +18,9 @@ from trireme.engine.planner.choose import first_plan
 from trireme.engine.planner.forecast import Forecast
 from trireme.engine.planner.gpus import sheet_fp8_rate
 from trireme.engine.planner.rates import DRIVE_SHARE, RAM_SHARE, TB
-from trireme.engine.planner.rule import Wanted
+from trireme.engine.planner.rule import Wanted, record_size
 from trireme.models.config import ModelConfig
+from trireme.models.sizes import shapes
 
 WORTH_SAYING = 1.1  # a change with at least this gain in tokens/s is printed
 MOST = 3  # changes that are printed
@@ -103,7 +104,7 @@ def _hardware(f: Forecast) -> Iterator[Way]:
 
 def fits_drives(f: Forecast) -> bool:
     """Whether the drives hold what the run writes; without a drive, whether the plan needs none."""
-    return f.disk() <= f.room if f.has_drive else not f.plan.uses("ssd")
+    return f.disk() <= f.room if f.has_drive else not f.plan.uses_ssd
 
 
 def check_drive(f: Forecast) -> None:
@@ -126,8 +127,9 @@ def check_drive(f: Forecast) -> None:
 
 def _enough_ram(f: Forecast) -> int:
     """Bytes of RAM, in whole GiB above the limit, with which no drive is needed."""
-    wanted = Wanted.like(f.plan, f.work.batch(f.plan))
-    enough = lambda ram: not first_plan(f.cfg, replace(f.limits, ram=ram), wanted, drive=False).uses("ssd")
+    wanted, parameters = Wanted.like(f.plan, f.work), shapes.parameters(f.cfg)
+    larger = lambda ram: replace(wanted, record=max(wanted.record, record_size(parameters, ram)))
+    enough = lambda ram: not first_plan(f.cfg, replace(f.limits, ram=ram), larger(ram), drive=False).uses_ssd
     low = max(f.limits.ram, 1 << 30)  # too little
     while not enough(2 * low):
         low *= 2

@@ -66,7 +66,7 @@ def choose(cfg: ModelConfig, limits: Limits, rates: Rates, wanted: Wanted, resum
     for variant in _variants(cfg, limits, wanted, first, resumed):
         with suppress(DoesNotFit):
             plan = first_plan(cfg, limits, variant, rates.has_drive)
-            if rates.has_drive or not plan.uses("ssd"):
+            if rates.has_drive or not plan.uses_ssd:
                 choices.append(_descend(Search(Geometry.of(cfg, plan), limits, rates, variant, plan, resumed)))
     return min(choices, key=lambda choice: (choice.moved, choice.per_token))
 
@@ -106,16 +106,16 @@ def first_plan(cfg: ModelConfig, limits: Limits, wanted: Wanted, drive: bool) ->
     optimizer state before activations, if one fits; otherwise the rule's plan. Raises DoesNotFit.
     """
     first = rule.simple_plan(cfg, limits, wanted)
-    if drive or not first.uses("ssd"):
+    if drive or not first.uses_ssd:
         return first
     without_drive = (rule.simple_plan(cfg, limits, wanted, strategy) for strategy in WITHOUT_A_DRIVE)
-    return next((plan for plan in without_drive if not plan.uses("ssd")), first)
+    return next((plan for plan in without_drive if not plan.uses_ssd), first)
 
 
 def _first(cfg: ModelConfig, limits: Limits, wanted: Wanted, rates: Rates) -> Plan:
     """`first_plan` on this machine. Raises DoesNotFit."""
     first = first_plan(cfg, limits, wanted, rates.has_drive)
-    if first.uses("ssd") and not rates.has_drive:
+    if first.uses_ssd and not rates.has_drive:
         raise DoesNotFit(f"RAM of {gib(limits.ram, 1)} is too small, and there is no drive.")
     return first
 
@@ -200,7 +200,7 @@ def driven(s: Search, plan: Plan) -> Iterable[Plan]:
     if recomputation takes the time.
     """
     bound = s.steps[s.best].bound
-    if bound != "compute" or not plan.uses("ssd") or s.resumed or s.geo.cfg.lora:  # a run has its scratch files
+    if bound != "compute" or not plan.uses_ssd or s.resumed or s.geo.cfg.lora:  # a run has its scratch files
         return
     less = replace(s.limits, ram=int(DRIVE_RAM * s.limits.ram))
     for size, strategy in product(s.sizes(plan.tokens), (Strategy("ram", 0.0, updates=0.0), Strategy("ram"))):

@@ -33,6 +33,7 @@ class RunWork:
     compared: bool = False  # as Batch
     evaluations: int = 0  # of the run
     held_out: int = 0  # tokens of an evaluation
+    accumulate: bool = True  # as Wanted
 
     @property
     def tokens(self) -> int:
@@ -114,7 +115,7 @@ class Forecast:
         DoesNotFit.
         """
         p, limits = self.plan, limits or self.limits
-        wanted = Wanted.like(replace(p, n_micro=n_micro or p.n_micro), self.work.batch(p))
+        wanted = Wanted.like(replace(p, n_micro=n_micro or p.n_micro), self.work)
         wanted = replace(wanted, adam_bits=adam_bits or p.adam_bits)
         return replace(self, plan=nearby(self.cfg, limits, self.machine.rates, wanted, p), limits=limits)
 
@@ -209,5 +210,5 @@ class Forecast:
         """Bytes of the drives that the run may use, including those that it uses already; 0 without a drive. A reserve
         stays free if steps write state to the drives.
         """
-        reserve = self.machine.reserve if self.plan.uses("ssd") else 0
+        reserve = self.machine.reserve if self.plan.uses_ssd else 0
         return max(0, self.machine.ssd - reserve) + self.files.existing

@@ -14,24 +14,19 @@ from trireme.models.config import ModelConfig
 
 
 def forward_plan(
-    cfg: ModelConfig,
-    limits: Limits,
-    sizes: Sequence[tuple[int, int]],
-    dtype: str = "BF16",
-    gpus: int = 1,
-    peers: bool = False,
+    cfg: ModelConfig, limits: Limits, sizes: Sequence[tuple[int, int]], dtype: str = "BF16", gpus: int = 1
 ) -> Plan:
     """The plan with as many weights on the GPU as fit, then in RAM; the others are read from the SSD in each pass.
 
     `cfg`: with `trains` False. `sizes`: (tokens of a micro-batch, micro-batches of a pass), the largest first. If all
-    weights fit on the GPU with the last of them, that is taken: more micro-batches would only share copies. `peers`:
-    GPUs have access to each other's memory. Raises DoesNotFit.
+    weights fit on the GPU with the last of them, that is taken: more micro-batches would only share copies. Several
+    GPUs pass activations through RAM. Raises DoesNotFit.
     """
     assert not cfg.trains, "the plan has no gradients"
     refused = list[tuple[Geometry, Plan]]()
     for cut in all_cuts(cfg, gpus == 1):
         geo = geometry(replace(cfg, **cut._asdict()), dtype, 32)
-        for plan in _lowest(geo, sizes, gpus, peers):
+        for plan in _lowest(geo, sizes, gpus):
             everything = replace(plan.changed(range(geo.n_units), base="gpu"), n_micro=sizes[-1][1])
             if fits(geo, everything, limits):
                 return everything
@@ -41,17 +36,17 @@ def forward_plan(
     raise refusal(refused, limits)
 
 
-def _lowest(geo: Geometry, sizes: Sequence[tuple[int, int]], gpus: int, peers: bool) -> Iterable[Plan]:
+def _lowest(geo: Geometry, sizes: Sequence[tuple[int, int]], gpus: int) -> Iterable[Plan]:
     """Plans with all frozen weights on the SSD, those with the largest buffers first. Adapters stay on their GPU."""
     unit = UnitPlan(base="ssd" if any(layout.tensors for layout in geo.base) else "gpu")
-    betweens: tuple[BetweenTier, ...] = ("gpu", "ram") if gpus == 1 or peers else ("ram",)
+    betweens: tuple[BetweenTier, ...] = ("gpu", "ram") if gpus == 1 else ("ram",)
     betweens = ("gpu",) if geo.slices else betweens
     for between, (window, ram_window), (tokens, n_micro) in product(betweens, ((2, 2), (1, 2), (1, 1)), sizes):
         plan = Plan(
             (unit,) * geo.n_units, tokens, n_micro, geo.dtype, window=window, ram_window=ram_window, between=between,
             halves=geo.cfg.halves, at_once=geo.cfg.at_once, slices=geo.cfg.slices,
         )  # fmt: skip
-        yield plan.on_gpus(gpus, geo.cfg.tied, peers)
+        yield plan.on_gpus(gpus, geo.cfg.tied)
 
 
 def _filled(geo: Geometry, plan: Plan, limits: Limits) -> Plan:

@@ -150,7 +150,7 @@ def wear_line(f: Forecast, written: Mapping[str, int], run_s: float | None = Non
     write less if that is much of it; "" if it is little.
     """
     rated, total = f.machine.endurance or ENDURANCE * (f.machine.ssd or 2 * TB), sum(written.values())
-    if total < LITTLE * rated and not f.plan.uses("ssd"):
+    if total < LITTLE * rated and not f.plan.uses_ssd:
         return ""
     large = {part: nbytes for part, nbytes in written.items() if nbytes > PART * total}
     parts = ", ".join(f"{part} {gb(nbytes)}" for part, nbytes in large.items())

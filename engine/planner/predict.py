@@ -135,7 +135,7 @@ def _engine(
     cfg: ModelConfig, plan: Plan, rates: Rates, batch: Batch, roughly: bool = False
 ) -> Iterator[tuple[Engine, SimulatedQueues, list[Inputs]]]:
     """An engine on simulated queues, the queues, and the inputs, with micro-batches merged as `predict` describes."""
-    if plan.uses("ssd") and not rates.has_drive:
+    if plan.uses_ssd and not rates.has_drive:
         raise ValueError("the plan uses a drive and the machine has none")
     cfg, rates = plan.cut(cfg), rates.with_moments(plan.adam_bits)
     merged = (roughly or (plan.between == "gpu" and plan.gpus == 1)) and (plan.resident or not plan.accumulate)
@@ -364,9 +364,9 @@ def _parts(geo: Geometry, u: int) -> list[tuple[str, float]]:
     return [(geo.base_names[v], geo.share_of_slice(v)) for v in geo.slices_of[u]] or [(geo.names[u], 1.0)]
 
 
-def rebuilt_seconds(cfg: ModelConfig, u: int, names: frozenset[str], rates: Rates, batch: Batch) -> float:
-    """Seconds of recomputation in backward, for the bf16 tensors of a micro-batch of unit u that are not in `names`."""
-    return pass_seconds(measure.rebuilt(cfg, u, batch.tokens, batch.pairs(cfg, u), names, 2), rates, batch)
+def rebuilt_seconds(cfg: ModelConfig, u: int, names: frozenset[str], size: int, rates: Rates, batch: Batch) -> float:
+    """Seconds in which backward recomputes the tensors of unit u that are not in `names`. `size`: bytes of a number."""
+    return pass_seconds(measure.rebuilt(cfg, u, batch.tokens, batch.pairs(cfg, u), names, size), rates, batch)
 
 
 def pass_seconds(work: Work, rates: Rates, batch: Batch) -> float:

@@ -18,10 +18,10 @@ from trireme.models.config import ModelConfig
 from trireme.models.sizes import narrow
 
 if TYPE_CHECKING:
-    from trireme.engine.planner.predict import Batch  # imports torch
+    from trireme.engine.planner.forecast import RunWork  # imports torch
 
 GPU_UPDATES = 0.3  # share of units in RAM that the GPU updates: 14 bytes/parameter over PCIe, 19 of RAM on the CPU
-MARGIN = {"gpu": 1.0, "ram": 1.25}  # a message advises this multiple of the missing bytes: more RAM, larger records
+MARGIN = {"gpu": 1.0, "ram": 1.5}  # advised of the missing bytes: more RAM has larger records, and a plan takes 0.85
 LATE_TOKENS = 12_000  # tokens of a step from which moments are written apart from weights
 SLICES = 2, 4, 8, 16, 32  # numbers of slices of a layer's frozen experts that are tried
 
@@ -71,11 +71,11 @@ class Wanted:
     accumulate: bool = True  # micro-batches may pass through the layers one after the other
 
     @classmethod
-    def like(cls, plan: Plan, batch: Batch) -> Wanted:
-        """A request for the step, dtype and records of `plan`, on CUDA, with documents and labels as in `batch`."""
+    def like(cls, plan: Plan, work: RunWork) -> Wanted:
+        """A request for the step, dtype and records of `plan`, on CUDA, for what the run computes."""
         same, step = (plan.dtype, plan.mode, plan.record, plan.adam_bits), ((plan.tokens, plan.n_micro),)
-        wanted = cls(step, *same, gpus=plan.gpus, hosts=plan.hosts)
-        return replace(wanted, document=batch.seq_len, trained=batch.trained, compared=batch.compared)
+        wanted = cls(step, *same, gpus=plan.gpus, hosts=plan.hosts, accumulate=work.accumulate)
+        return replace(wanted, document=work.batch(plan).seq_len, trained=work.trained, compared=work.compared)
 
     @property
     def free(self) -> bool:
@@ -158,7 +158,7 @@ def simple_plan(cfg: ModelConfig, limits: Limits, wanted: Wanted, strategy: Stra
         for plan in _lowest_plans(geo, wanted, strategy):
             if fits(geo, plan, limits):
                 filled = _fill(geo, plan, limits, wanted, strategy)
-                alone = next(one_by_one(geo, limits, wanted, plan), None) if filled.uses("ssd") else None
+                alone = next(one_by_one(geo, limits, wanted, plan), None) if filled.uses_ssd else None
                 return _keep_activations(geo, alone, limits) if alone else filled
             refused.append((geo, plan))
         if alone := next(one_by_one(geo, limits, wanted, plan), None):
@@ -285,7 +285,7 @@ def _states_to_gpu(geo: Geometry, plan: Plan, limits: Limits, count: int) -> Pla
 
 
 def _more_state_buffers(geo: Geometry, plan: Plan, limits: Limits) -> Plan:
-    """Adds buffers in RAM for optimizer chunks from the SSD."""
+    """Adds buffers in RAM for records from the SSD."""
     records = sum(len(geo.records(u, plan.record)) for u, unit in enumerate(plan.units) if unit.state == "ssd")
     slots = max(0, records - plan.state_slots)
     return largest_fitting(geo, limits, slots, lambda k: replace(plan, state_slots=plan.state_slots + k))
@@ -375,9 +375,11 @@ def _why_not(geo: Geometry, plan: Plan, limits: Limits) -> str:
         out.append(f"lower --seq-len (of {plan.tokens:,} tokens a micro-batch {tokens:,} fit)")
     if n_micro := _largest_positive(plan.n_micro, lambda k: fits(geo, replace(plan, n_micro=k), limits)):
         out.append(f"lower --batch-size (of {plan.n_micro:,} micro-batches a step {n_micro:,} fit)")
-    if list(lacks) == ["ram"] and plan.mode != "backward" and plan.gradients == "ram":
+    backward = replace(plan, mode="backward", late_moments=(), gradients="ram")
+    if plan.mode != "backward" and plan.hosts == 1 and fits(geo, backward, limits):
         out.append("--max-grad-norm 0, which does not store all gradients")
-    return f"even the smallest plan needs {shortage(geo, plan, limits)}. {', or '.join(out)}."
+    drive = ", and uses an SSD" * plan.uses_ssd
+    return f"even the smallest plan needs {shortage(geo, plan, limits)}{drive}. {', or '.join(out)}."
 
 
 def shortage(geo: Geometry, plan: Plan, limits: Limits) -> str:
@@ -393,7 +395,7 @@ def shortage(geo: Geometry, plan: Plan, limits: Limits) -> str:
 
 
 def _largest_positive(n: int, good: Callable[[int], bool]) -> int:
-    """The largest k in 1..most with good(k), or 0."""
+    """The largest k in 1..n with good(k), or 0."""
     return 1 + largest(n - 1, lambda k: good(1 + k)) if good(1) else 0
 
 

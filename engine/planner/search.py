@@ -54,7 +54,7 @@ class Search:
         return min(self.costs, key=self.costs.__getitem__)
 
     def fits(self, plan: Plan) -> bool:
-        return fits(self.geo, plan, self.limits) and (self.rates.has_drive or not plan.uses("ssd"))
+        return fits(self.geo, plan, self.limits) and (self.rates.has_drive or not plan.uses_ssd)
 
     def may_be_best(self, plan: Plan) -> bool:
         """False if its computation alone takes longer than the best plan's step."""
@@ -122,12 +122,12 @@ def moves(geo: Geometry, batch: Batch, rates: Rates) -> list[Move]:
     recomputation): the next one is always the steepest (Fuyou, equation 12; MPress, table III). Of equally steep ones
     it is the smallest that keeps what is saved already, else the largest.
     """
-    steps = []
+    steps, itemsize = [], ITEMSIZE[geo.dtype]
     for kind in geo.inner_kinds:
-        u, nbytes = geo.kinds.index(kind), shapes.saved_bytes(geo.cfg, batch.tokens, ITEMSIZE[geo.dtype], kind)
+        u, nbytes = geo.kinds.index(kind), shapes.saved_bytes(geo.cfg, batch.tokens, itemsize, kind)
         sets = chain.from_iterable(combinations(nbytes, count) for count in range(len(nbytes) + 1))
-        costs = {names: (sum(nbytes[n] for n in names), rebuilt_seconds(geo.cfg, u, frozenset(names), rates, batch))
-                for names in sets}  # fmt: skip
+        again = lambda names, u=u: rebuilt_seconds(geo.cfg, u, frozenset(names), itemsize, rates, batch)
+        costs = {names: (sum(nbytes[n] for n in names), again(names)) for names in sets}
         saved: tuple[str, ...] = ()
         while True:
             size, seconds = costs[saved]

@@ -83,7 +83,7 @@ def _gathered_s(f: Forecast) -> float:
 def written_bytes(f: Forecast, steps: int, events: Events) -> dict[str, int]:
     """Bytes that the run writes to drives, by what writes them."""
     part, evaluated = f.disk_parts(), 0.0
-    if events.evaluations and events.held_out and f.plan.uses("ssd"):
+    if events.evaluations and events.held_out and f.plan.uses_ssd:
         groups, step = _evaluation(f, events.held_out)
         evaluated = events.evaluations * groups * step.ssd_written
     return {

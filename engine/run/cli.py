@@ -226,6 +226,8 @@ def of_a_run(values: Mapping[str, Any]) -> Options:
         path, values = run / "config.yaml", {**values, "resume": str(run), "out": str(run)}
     text = world().texts("" if world().host else config_file.text_in(path))[0]  # of host 0
     stored, chosen = config_file.parse_options(path, text)
+    if stored.get("resume") and not resume:
+        raise InputError(f"{path}: resume: a resumed run has its own options. Leave it out: trireme --resume RUN.")
     if {"epochs", "max_steps"} & values.keys():  # the length is given by one of them
         stored = {name: value for name, value in stored.items() if name not in ("epochs", "max_steps")}
     options = Options.of({**stored, **values}, f"{path}: ")

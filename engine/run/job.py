@@ -152,8 +152,9 @@ def make(o: Options, snapshot: RunSnapshot | None = None, by_rule: bool = False)
     room = DataOptions(o.seq_len or 0, kind=opening.row_kind(o)).room
     planner = Planner(o, opened.cfg, room, device.type == "cuda", limits, fixed)
     with clock.at("plan"):
+        least = 1 if o.data else o.batch_size
         if not planner.user_plan:  # before the data is read, of which there may be a single sequence
-            simple_plan(opened.cfg, planner.limits_for(1), planner.wanted(1))
+            simple_plan(opened.cfg, planner.limits_for(least), planner.wanted(least))
     with clock.at("tokens"):
         data = read_data(o, opened)
         if data and fixed and fingerprint(data) != fixed.data:
@@ -295,12 +296,13 @@ def with_work(o: Options, data: Dataset | None, room: int) -> tuple[Options, Run
     if data is None:
         tokens = bytes_of(o) / BYTES * (o.epochs or 1.0)
         steps = math.ceil(tokens / (o.batch_size * room)) if tokens else SOME_STEPS
-        return o, RunWork(room, o.batch_size, o.max_steps or steps, document=room)
+        return o, RunWork(room, o.batch_size, o.max_steps or steps, document=room, accumulate=not o.router_aux)
     if not o.max_steps and o.epochs is None:
         o = replace(o, epochs=1.0 if data.is_text or data.options.paired else 3.0)
     steps = o.max_steps or max(1, math.ceil(data.steps_per_epoch(o.batch_size) * (o.epochs or 1.0)))
     sequences = min(o.batch_size, data.n_sequences)
     work = RunWork(room, sequences, steps, data.report.used, data.document, data.trained, data.options.paired)
+    work = replace(work, accumulate=not o.router_aux)
     if data.held_out is None:
         if idle := [name for name in OF_VAL if getattr(o, name) not in (Every(), getattr(Options, name))]:
             raise InputError(f"{flag(idle[0])} is for held-out data, and there is none. Add --val, or leave it out.")
@@ -350,7 +352,7 @@ def check_room(job: Job) -> None:
     """Raises DoesNotFit if a drive has no space for what the run must write: its output, state that steps write, of
     which a snapshot has links, and a first snapshot that is certain to be made.
     """
-    part, stores, on_ssd = job.forecast.disk_parts(), folder.stores(job.options), job.plan.uses("ssd")
+    part, stores, on_ssd = job.forecast.disk_parts(), folder.stores(job.options), job.plan.uses_ssd
     often = job.options.save_every  # after minutes there may be space
     certain = on_ssd or (not often.seconds and job.plan.hosts == 1 and often.times(0, job.work.steps))
     state = part["store"] * bool(certain) + on_ssd * (part["spares"] + part["scratch"] + part["frozen"])

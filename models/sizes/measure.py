@@ -77,7 +77,7 @@ def work(
     return _work(cfg, shapes.representatives(cfg)[u], tokens, pairs, itemsize, grad_itemsize, names)
 
 
-def rebuilt(cfg: ModelConfig, u: int, tokens: int, pairs: int, names: frozenset[str], itemsize: int = 2) -> Work:
+def rebuilt(cfg: ModelConfig, u: int, tokens: int, pairs: int, names: frozenset[str], itemsize: int) -> Work:
     """What a unit's backward computes again, as it does not find the saved tensors that are not in `names`."""
     saved = frozenset(shapes.saved_of(cfg, shapes.unit(cfg, u), 1))
     missing = saved - names

@@ -98,6 +98,11 @@ def test_as_much_more_ram_is_enough_for_the_larger_records_that_it_brings():
     assert planned(int((4 + more) * 2**30)).record > size(4 << 30)
 
 
+def test_what_is_planned_again_passes_micro_batches_as_the_run_may():
+    f = forecast("gpu=rtx4090,ram=64GiB,ssd=2TB")
+    assert [Wanted.like(f.plan, replace(f.work, accumulate=may)).accumulate for may in (True, False)] == [True, False]
+
+
 @pytest.mark.full
 def test_fp8_is_advised_where_computing_binds_and_the_gpu_has_it():
     cfg = find_model("llama-8b")

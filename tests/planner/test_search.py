@@ -40,7 +40,7 @@ def check(cfg: ModelConfig, choice: Choice, limits: Limits, rates: Rates) -> Non
     """The plan fits, and the engine can be built with it."""
     geo = Geometry.of(cfg, choice.plan)
     assert fits(geo, choice.plan, limits)
-    assert rates.has_drive or not choice.plan.uses("ssd")
+    assert rates.has_drive or not choice.plan.uses_ssd
     build(cfg, choice.plan, limits, SimulatedQueues(lambda *task: 0.0, RATES, choice.plan.gpus))
 
 
@@ -381,7 +381,7 @@ def test_moves_spare_less_and_less_recomputation_per_byte(cfg):
     for kind in geo.inner_kinds:
         u, size, names = geo.kinds.index(kind), shapes.saved_bytes(cfg, 4096, 2, kind), [()]
         names += [move.names for move in steps if move.kind == kind]
-        again = lambda saved, u=u: rebuilt_seconds(cfg, u, frozenset(saved), RATES, batch)
+        again = lambda saved, u=u: rebuilt_seconds(cfg, u, frozenset(saved), 2, RATES, batch)
         assert again(names[-1]) == pytest.approx(again(tuple(size)), abs=1e-12)
         corners = [(sum(map(size.get, saved)), again(saved)) for saved in names]
         for saved in (s for n in range(len(size) + 1) for s in combinations(size, n)):

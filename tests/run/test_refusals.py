@@ -29,6 +29,7 @@ REFUSED = [
     ("modle --data stories.txt", 2, "modle.*model", f"{RUN} {SMALL}"),
     (f"{RUN} --tokenizer full", 2, "--tokenizer full.*tokenizer.json", None),
     ("--config nowhere.yaml", 2, "nowhere.yaml", None),
+    ("--config again.yaml", 2, "again.yaml: resume.*trireme --resume", None),
     ("OWNER/NAME --data storis.txt", 2, "storis.txt", None),
     ("OWNER/NAME --data stories.txt --val nowhere.txt", 2, "nowhere.txt", None),
     ("OWNER/NAME --data stories.txt --out full", 2, "--out full", ""),
@@ -99,6 +100,7 @@ def place(here):
     write("gguf/model-q4.gguf", b"GGUF")
     shutil.copytree("model", "broken")
     write("broken/model.safetensors", b"x" * 100)
+    write("again.yaml", "model: model\ndata: stories.txt\nresume_from_checkpoint: out\n")
     rows = [dict(prompt=f"{i} is", chosen=f" {i}", rejected=f" {i + 1}") for i in range(20)]
     write("pairs.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
     Path("busy").mkdir()
@@ -130,6 +132,25 @@ def test_what_a_mistakes_line_advises_works(place, capsys, words, code, culprit,
     corrected = without(shlex.split(words), said) if way is None else shlex.split(way)
     if corrected:
         assert cli.main(corrected) == 0, capsys.readouterr().err
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("options", "machine", "advice"),
+    [
+        ("", "gpu=4GiB,ram=64GiB,ssd=4TB", r"(gpu)=4GiB.*GPU with ([\d.]+) GiB more"),
+        ("--lora 16", "gpu=rtx4090,ram=8GiB,ssd=1TB", r"(ram)=8GiB.*--ram by ([\d.]+) GiB"),
+        ("", "gpu=rtx4090,ram=64GiB", r"(ram)=64GiB.*ram to ([\d.]+)GiB"),
+    ],
+)
+def test_a_machine_of_the_advised_size_is_enough(capsys, options, machine, advice):
+    words = ["--shape", "llama-3.3-70b", "--dry-run", *options.split(), "--assume"]
+    assert cli.main([*words, machine]) == 3
+    part, amount = re.search(advice, f"{machine} {capsys.readouterr().err}", re.DOTALL).groups()
+    now = float(re.search(rf"{part}=(\d+)", machine)[1])
+    enough = float(amount) + now * ("ram to" not in advice)
+    larger = machine.replace(f"{part}={now:.0f}GiB", f"{part}={enough:.2f}GiB")
+    assert cli.main([*words, larger]) == 0, capsys.readouterr().err
 
 
 REPORTS = yaml.safe_load((Path(__file__).parent / "reports.yaml").read_text())

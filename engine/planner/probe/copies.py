@@ -34,16 +34,16 @@ class _Bus:
         self.streams = [torch.cuda.Stream(device) for _ in range(2)]
 
     def copy(self, direction: int) -> torch.cuda.Event:
-        """Starts a copy to the GPU (way 0) or from it (way 1). The event happens when it is over."""
+        """Starts a copy to the GPU (direction 0) or from it (direction 1). The event happens when it is over."""
         to, source = (tier[direction] for tier in ((self.gpu, self.host) if direction == 0 else (self.host, self.gpu)))
         with torch.cuda.stream(self.streams[direction]):
             to.copy_(source, non_blocking=True)
             return self.streams[direction].record_event(torch.cuda.Event(enable_timing=True))
 
     def flow(self, work: Callable[[], object], *directions: int) -> tuple[float, ...]:
-        """Runs `work` over and over for PHASE seconds while copies of the given ways run.
+        """Runs `work` over and over for PHASE seconds while copies in `directions` run.
 
-        Returns calls of `work` a second, then bytes/s of each way.
+        Returns calls of `work` a second, then bytes/s in each direction.
         """
         copies, calls, start = [[self.copy(direction)] for direction in directions], 0, time.perf_counter()
         while (took := time.perf_counter() - start) < PHASE or not all(ends[1].query() for ends in copies):

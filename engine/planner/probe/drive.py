@@ -104,7 +104,7 @@ class _Stream(NamedTuple):
 
 
 def _flow(seconds: float, *streams: _Stream) -> list[tuple[float, int]]:
-    """Runs the requests of all ways at once for `seconds`; returns (bytes/s, bytes moved) of each."""
+    """Runs the requests of all streams at once for `seconds`; returns (bytes/s, bytes moved) of each."""
     positions, moved = [stream.first for stream in streams], [0] * len(streams)
     flying: deque[tuple[int, memoryview, Future[None]]] = deque()
     start = time.perf_counter()

@@ -91,11 +91,10 @@ def plan(**options: Any) -> Plan:
     """A dry run. Raises Error."""
     from trireme.engine.run import folder, report  # late: torch takes seconds
     from trireme.engine.run.after import hub
-    from trireme.engine.run.job import make
 
     with _calling():
-        job = make(hub.fetched(folder.named(cli.of_a_run({**options, "dry_run": True}))))
-        return Plan(**report.figures(job), report=list(report.lines(job)))
+        job, lines = report.prepare_job(hub.fetched(folder.named(cli.of_a_run({**options, "dry_run": True}))), None)
+        return Plan(**report.figures(job), report=lines)
 
 
 def sample(folder: str | Path, prompt: Prompt | Sequence[Prompt], **options: Any) -> Any:
