@@ -23,7 +23,7 @@ from trireme.models.packed import damage
 from trireme.models.sizes import narrow
 from trireme.models.sizes.narrow import FP8, ROWS, SCALE, in_file
 from trireme.models.sizes.shapes import Group, is_frozen
-from trireme.storage.checkpoint import NUMPY, Source, convert, dtype_of, export
+from trireme.storage.checkpoint import NUMPY, Source, convert, dtype_of, export, is_finite
 from trireme.storage.layout import TensorSpec
 from trireme.storage.untrusted import checksum, summed
 
@@ -108,7 +108,8 @@ class Exchange:
         packing = packing and packing.of(name)
         part = packing and packing.part_of(name)
         for values in self._read(name, first, last):
-            if fault := damage(packing, part, values) if packing and part else not_finite(values):
+            infinite = "" if packing and part or is_finite(values) else "holds NaN or infinite values"
+            if fault := damage(packing, part, values) if packing and part else infinite:
                 tensor = self.source.named(self.stored.get(name, name))
                 raise InputError(f"{tensor} {fault}; the checkpoint is damaged or diverged")
             yield values
@@ -319,11 +320,3 @@ def _computed(raw: np.ndarray, dtype: str) -> np.ndarray:
         if dtype == "F32"
         else split_master(torch.from_numpy(values))[0].view(torch.int16).numpy().view(np.uint16)
     )
-
-
-def not_finite(values: np.ndarray) -> str:
-    """What is wrong with values that are not finite as bf16 or fp32; "" if all are."""
-    values = values if dtype_of(values) == "BF16" else convert(values, dtype_of(values), "F32")
-    exponent = np.uint16(0x7F80) if values.dtype == np.uint16 else np.uint32(0x7F800000)
-    damaged = (values.view(exponent.dtype) & exponent).max(initial=0) == exponent
-    return "holds NaN or infinite values" if damaged else ""

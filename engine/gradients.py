@@ -168,7 +168,7 @@ class Gradients:
         """The gradient norm of the step, fp64 on a GPU. `peer_sums`: sums of squares on the other GPUs, in RAM."""
         sums = self.sums[gpu]
         for part in peer_sums:
-            sums = sums + part.to(sums.device)  # each zero elsewhere: one GPU's to the bit
+            sums = sums + part.to(sums.device)  # each zero elsewhere: bitwise as on one GPU
         return sums.double().sum().sqrt()
 
     def discard(self) -> None:

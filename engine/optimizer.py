@@ -33,11 +33,10 @@ MOMENTS_AHEAD = 2  # units from late moments to the gradient that replaces their
 
 @dataclass(frozen=True)
 class StepStats:
-    """The mean loss of a label, the gradient norm, and the factor of clipping; `metrics` by name."""
+    """The mean loss of a label and the gradient norm; `metrics` by name."""
 
     loss: float
     grad_norm: float
-    clip: float
     metrics: dict[str, float] = field(default_factory=dict)  # of a comparison
 
 
@@ -99,11 +98,11 @@ class Optimizer:
             fill = lambda gpu: kernels.clip[gpu].fill_(float(task.wait()[2]))
             kernels.clipped = (task, *(self._on(gpu, "clip", partial(fill, gpu), (task,)) for gpu in other_gpus))
         if self.queues.simulated:
-            return StepStats(0.0, 0.0, 1.0)
+            return StepStats(0.0, 0.0)
         loss, norm, factor = task.wait().tolist()
         if clips:
             kernels.clip_in_ram = torch.tensor([factor])
-        return StepStats(loss, norm, factor)
+        return StepStats(loss, norm)
 
     def _on(self, gpu: int, label: str, fn: Callable[[], object], after: Sequence[Task] = ()) -> Task:
         return self.queues.run(numbered("compute", gpu), "other", label, fn, after)

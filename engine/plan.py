@@ -103,7 +103,7 @@ class Plan:
     tokens: int  # most tokens of a micro-batch
     n_micro: int  # most micro-batches of a step
     dtype: str = "BF16"  # or F32
-    mode: Mode = "forward"  # when updates run (optimizer.py); docs/design.md says what `backward` gains
+    mode: Mode = "forward"  # when updates run (optimizer.py); docs/dev/how-it-works.md says what `backward` gains
     adam_bits: int = 32  # of each moment: 32, 16 or 8
     late_moments: tuple[Tier, ...] = ()  # tiers whose moments are updated in backward; gpu: of streamed updates
     window: int = 2  # GPU buffers for weights: one in use, the others prefetched
@@ -252,9 +252,10 @@ class Plan:
             last[self.units[u]] = max(u, last.get(self.units[u], 0))
         return {u: unit for unit, u in last.items()}
 
-    def uses(self, tier: Tier) -> bool:
-        """Whether the plan stores anything in a tier."""
-        placed = lambda unit: tier in (unit.weights, unit.state, unit.base, unit.x) or unit.names(tier)
+    @cached_property
+    def uses_ssd(self) -> bool:
+        """Whether the plan stores anything there."""
+        placed = lambda unit: "ssd" in (unit.weights, unit.state, unit.base, unit.x) or unit.names("ssd")
         return any(map(placed, self.distinct.values()))
 
     @property
@@ -313,7 +314,7 @@ def _check_words(
     allowed: Mapping[str, Sequence[object]],
     tiers: Sequence[tuple[str, Sequence[str]]],
 ) -> None:
-    """Raises InputError for a field that is none of the words allowed, or a tier that is none of those beside it."""
+    """Raises InputError for a field that is none of the words allowed, or a tier that is none of its tiers."""
     for name, words in allowed.items():
         if getattr(plan, name) not in words:
             raise InputError(f"{label}: {name} is {getattr(plan, name)!r}, expected {' or '.join(map(str, words))}")

@@ -226,7 +226,7 @@ def grouped_mm(device: torch.device, dtype: torch.dtype, B: int) -> Grouped:
 
     fp8 values take half the bytes of bf16, so `a` is twice as large. Hopper's tile in bf16 has 256 columns where these
     are at least ten elevenths of what its tiles compute, otherwise 128: 1.0 to 1.3 times as fast, and with the same `a`
-    sums have the same order (docs/kernels-log.md, 2026-11-26).
+    sums have the same order (docs/dev/kernels.md).
     """
     gpu = chip(device)
     if gpu.arch == 0 or dtype == torch.float32:

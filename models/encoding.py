@@ -47,7 +47,7 @@ def encoded(packing: Packing, x: Tensor, extent: Tensor) -> tuple[Tensor, ...]:
 
 
 def divided(x: Tensor, divisor: float) -> Tensor:
-    """x / by as on a CPU: on a GPU torch multiplies by the reciprocal of a number, which may be a bit off."""
+    """x / divisor as on a CPU: on a GPU torch multiplies by the reciprocal of a number, which may be a bit off."""
     return x / x.new_full((), divisor)
 
 

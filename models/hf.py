@@ -123,29 +123,13 @@ def carried(cfg: ModelConfig, stored: Iterable[str]) -> list[str]:
     return [name for name in stored if any(cfg.carries(full) for full in _in_full(cfg, name))]
 
 
-def spare(cfg: ModelConfig, stored: Iterable[str]) -> list[str]:
-    """Names in `stored` of biases that the model does not have: AutoGPTQ writes them, as zeros, for packed matrices."""
-    if cfg.packing is None or not cfg.packing.of_module:
-        return []
-    wanted = stored_tensors(cfg)
-    biases = {name: list(_in_full(cfg, name)) for name in stored if name.endswith(".bias")}
-    unknown = (name for name, fulls in biases.items() if not any(full in wanted for full in fulls))
-    return [name for name in unknown if any(_is_spare(cfg, full, wanted) for full in biases[name])]
-
-
-def _is_spare(cfg: ModelConfig, full: str, wanted: Mapping[str, Shape]) -> bool:
-    """Whether the name `full`, which is not `wanted`, is that of a bias of a matrix that may be packed."""
-    packed = cfg.packing is not None and cfg.packing.of_module and full.endswith(".bias")
-    return packed and len(wanted.get(full.removesuffix("bias") + "weight", ())) == 2
-
-
 def _canonical(cfg: ModelConfig, name: str, wanted: Mapping[str, Shape], label: Callable[[str], str]) -> str | None:
     for full in _in_full(cfg, name):
         if full in wanted:
             return full
         if full == OUTPUTS[0]:
             return None if cfg.scores else output_name(cfg)
-        if cfg.carries(full) or full.endswith(_BUFFERS) or _is_spare(cfg, full, wanted):
+        if cfg.carries(full) or full.endswith(_BUFFERS):
             return None
     wrapped = next((prefix for prefix in (*WRAPPERS, "base_model.model.") if name.startswith(prefix)), "")
     hint = (

@@ -288,10 +288,10 @@ def concat(pieces: Iterable[np.ndarray], dtype: str | None = "F32") -> np.ndarra
 
 
 def is_finite(values: np.ndarray) -> bool:
-    """Whether all values are finite; bf16 as bits."""
-    if values.dtype == np.uint16:
-        return not bool(((values & 0x7F80) == 0x7F80).any())
-    return bool(np.isfinite(values).all())
+    """Whether all values are finite as bf16 or fp32; bf16 as bits."""
+    values = values if dtype_of(values) == "BF16" else convert(values, dtype_of(values), "F32")
+    exponent = np.uint16(0x7F80) if values.dtype == np.uint16 else np.uint32(0x7F800000)
+    return (values.view(exponent.dtype) & exponent).max(initial=0) != exponent
 
 
 def export(

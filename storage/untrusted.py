@@ -77,12 +77,12 @@ def unreadable(path: Path, error: OSError) -> str:
     return f"{path} cannot be read: {why(error)}. {how}"
 
 
-def read_text(path: Path, limit: int = TEXT) -> str:
+def read_text(path: Path) -> str:
     """The UTF-8 text of a file that the user names, or of a pipe. Raises OSError, UnicodeDecodeError."""
     with path.open("rb") as file:
-        content = _up_to(limit + 1, file)
-    if len(content) > limit:
-        raise StoreError(errno.EFBIG, f"has more than {limit >> 20} MiB", str(path))
+        content = _up_to(TEXT + 1, file)
+    if len(content) > TEXT:
+        raise StoreError(errno.EFBIG, f"has more than {TEXT >> 20} MiB", str(path))
     return content.decode()
 
 

@@ -1,4 +1,4 @@
-"""Commands of the page on long runs, as they are executed."""
+"""Commands of the page on long runs, as they are executed; pages that the sources name."""
 
 import os
 import re
@@ -29,3 +29,11 @@ def test_the_script_for_slurm(tmp_path, code, queued):
     again = ["scontrol requeue 77"] * queued
     told = (tmp_path / "told").read_text().splitlines()
     assert told == [f"qwen --data rows.jsonl --out {tmp_path}/chats", *again, f"--resume {tmp_path}/chats", *again]
+
+
+def test_the_sources_name_pages_that_exist():
+    folders = ("kernels", "models", "storage", "engine", "scripts")
+    sources = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
+    named = {page for path in sources for page in re.findall(r"docs/[\w/-]+\.md", path.read_text())}
+    assert len(named) >= 3
+    assert not [page for page in named if not (ROOT / page).is_file()]

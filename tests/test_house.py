@@ -25,18 +25,18 @@ MOST_FILES = 17  # in a folder of the product
 # Most lines of Python and C++, blank lines and docstrings included. A commit that raises one says in its body why.
 # Behind some stands the number that they had to reach, and what has come since: they may not grow without a reason.
 BUDGETS = {
-    "kernels/**": 8511,  # 8000; rounding to packings 250, model types 24, heads in parts 86, scans 2, one pass 260
-    "models/**": 8887,  # 8450; micro_batch.py, of engine 45; rounding to packings about 235, new model types about 370
+    "kernels/**": 8510,  # 8000; rounding to packings 250, model types 24, heads in parts 86, scans 2, one pass 260
+    "models/**": 8862,  # 8450; micro_batch.py, of engine 45; rounding to packings about 235, new model types about 370
     "storage/**": 3196,
-    "engine/*.* engine/queues/**": 5238,  # of 5400; micro-batches one after the other 49
+    "engine/*.* engine/queues/**": 5232,  # of 5400; micro-batches one after the other 49
     "engine/planner/**": 3850,
     "engine/hosts/**": 474,
     "engine/check/**": 1200,
     "engine/data/**": 4324,  # 4290; turns in which tools answer 19, advice that loses no column 13, others 2
     "engine/tuning/**": 2310,  # 1900; merging in the own format and on a GPU, training for it, packed ones to --base
-    "engine/run/**": 5334,  # 5000; the page, --general, env, merge --data, --merge-aware: about 330
+    "engine/run/**": 5338,  # 5000; the page, --general, env, merge --data, --merge-aware: about 340
     "scripts/**": 3014,  # 2600; the harness for lm-eval 223, new_model.py 110, random_model.py 85
-    "tests/**": 25465,  # 25000; --merge-aware 174, comparison 104, types 105, page 119, files 38, accumulation 94
+    "tests/**": 25510,  # 25000; --merge-aware 174, comparison 104, types 105, page 119, files 38, accumulation 94
 }
 MOST_LINES_OF_PROSE = 3200  # README, docs and the other pages
 MOST_LINES_OF_README = 140

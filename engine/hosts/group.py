@@ -122,7 +122,7 @@ class Alone:
         """Ends all other hosts, because this one is about to end and its cleanup may wait for them."""
 
     def fail(self, error: BaseException) -> None:
-        """As `tell`, for an error, unless all know already."""
+        """As `abort`, for an error, unless all know already."""
         text = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.strerror else ""
         if not isinstance(error, LostHost):
             self.abort(text or str(error) or type(error).__name__.replace("KeyboardInterrupt", "interrupted"))

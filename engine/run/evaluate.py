@@ -162,7 +162,8 @@ def prompts(data: Dataset, n: int) -> list[list[int]]:
 
 def fitted(e: Engine, prompts: list[list[int]]) -> list[list[int]]:
     """The ends of the prompts, as long as the memory allows, with the workspace of a step, which is free."""
-    room = e.memory.limits.gpu - e.memory.used_bytes("gpu") + workspace(e.geo, e.plan)
+    m, gpus = e.memory, range(e.plan.gpus)
+    room = min(m.limits.gpu_bytes(gpu) - m.used_bytes("gpu", gpu) + workspace(e.geo, e.plan, gpu) for gpu in gpus)
     longest = max(map(len, prompts), default=0)
     longest = min(longest, e.cfg.max_positions - 1) if not e.cfg.rotates or e.cfg.indexed else longest
     itemsize = DTYPE[e.plan.dtype].itemsize

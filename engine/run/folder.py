@@ -279,7 +279,7 @@ def check_resumable(out: Path) -> None:
     if has_run := config_file.is_own(out / "config.yaml"):
         files.remove_folders([out / RUN])  # empty where the removal of a finished run was killed
     if not has_run or is_finished(out):
-        hint = f"that run is finished. {further(out)}" if has_run else "there is no run. Name the folder that --out named"
+        hint = f"that run is finished. {further(out)}" if has_run else "there is no run. Name the folder of its --out"
         raise InputError(f"--resume {out}: {hint}.")
 
 

@@ -215,7 +215,7 @@ class Loop:
             record["accuracy"] = round(sum(group.values(float(correct))) / weight, 6)
         with training.watched("log"):
             self.log.step(record)
-        if number == self.warm or (number > self.warm and spans and job.on_gpu and job.plan.uses("ssd")):
+        if number == self.warm or (number > self.warm and spans and job.on_gpu and job.plan.uses_ssd):
             self.correct(spans, micro, seconds * job.work.tokens / max(1, tokens))
 
     def batch(self, step: int) -> list[InRam]:

@@ -118,7 +118,7 @@ class Planner:
             return first, machine
         if o.assume:
             check_drive(Forecast(self.cfg, first, machine, limits, work, files))
-        elif first.uses("ssd"):
+        elif first.uses_ssd:
             with screen.clock().at("probe"):  # anew for a resumed run: drives change
                 machine = with_drives(machine, stores, anew=self.fixed is not None)
         before = self.fixed.plan if self.fixed else None

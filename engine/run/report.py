@@ -48,7 +48,7 @@ def lines(job: Job) -> Iterator[str]:
     steps_s = job.work.steps * f.step.step_s if job.on_gpu else None
     writes = written_bytes(f, job.work.steps, events(job, 0, steps_s))
     rates = forecasts.rates_line(f) if job.on_gpu else ""
-    wear = forecasts.wear_line(f, writes, steps_s) if full or job.plan.uses("ssd") else ""
+    wear = forecasts.wear_line(f, writes, steps_s) if full or job.plan.uses_ssd else ""
     for label, texts in {
         "model": _model(job),
         "data": job.data.report.lines() if job.read else [_no_data(job)],

@@ -66,10 +66,9 @@ class Packed(Source):
 
     def named(self, name: str) -> str:
         """As Source.named; a part by its name in the file."""
-        packing = self.packing.of(name)
-        part = packing.part_of(name)
+        part = self.packing.of(name).part_of(name)
         if part and name in self.parts and (file := self.parts[name].file):
-            return f"{self.folder / file}: {packing.named(name.removesuffix(part.suffix), part.stored)}"
+            return f"{self.folder / file}: {name.removesuffix(part.suffix) + part.stored}"
         return super().named(name)
 
     def values(self, name: str, first: int = 0, last: int | None = None) -> Iterator[np.ndarray]:

@@ -90,8 +90,8 @@ def _parts(source: Source, packing: Packing) -> dict[str, tuple[str, ...]]:
         codes = row.parts[0]
         right = stored.endswith(codes.stored) and (t.dtype in codes.dtypes or packing is MXFP4)
         if right and not stored.startswith(packing.left):
-            name = row.matrix(stored, codes.stored)
-            parts = tuple(row.named(name, part.stored) for part in row.parts)
+            name = stored.removesuffix(codes.stored)
+            parts = tuple(name + part.stored for part in row.parts)
             if all(part in source.tensors for part in parts):
                 result[name] = parts
     return result
@@ -112,7 +112,7 @@ def _packed(source: Source, packing: Packing, stored: StoredParts, say: Say) -> 
         parts |= {name + part.suffix: t for part, t in zip(row.parts, places, strict=True)}
         tensors[name] = SourceTensor("BF16", _shape(source, row, names, places), "", 0)
         for end in packing.checked:
-            if (neighbour := packing.named(name, end)) in tensors:
+            if (neighbour := name + end) in tensors:
                 _check_int4(source, packing, neighbour, tensors[name].shape)
                 del tensors[neighbour]
     unused = [name for name in tensors if name.endswith(UNUSED)]

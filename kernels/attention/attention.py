@@ -1,8 +1,8 @@
 """Causal flash attention (Dao 2023) over packed documents, grouped queries, optional sliding window.
 
 A program owns a tile of rows (docs.py), every sum has one owner: results repeat bit by bit. Triton (fwd.py, bwd.py),
-Gluon on Hopper (hopper.py) or cuDNN for dense forwards, where measured faster (docs/kernels.md); of soft-capped scores
-Triton.
+Gluon on Hopper (hopper.py) or cuDNN for dense forwards, where measured faster (docs/dev/kernels.md); of soft-capped
+scores Triton.
 """
 
 from __future__ import annotations

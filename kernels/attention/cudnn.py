@@ -1,6 +1,6 @@
 """The forward of dense attention by torch's cuDNN: documents of one length, on Hopper.
 
-For heads above 64, 1.2 to 2 times as fast as Triton (docs/kernels.md), bit by bit. Its backward does not repeat above
+For heads above 64, 1.2 to 2 times as fast as Triton (docs/dev/kernels.md), bitwise. Its backward does not repeat above
 1,024 tokens, even in deterministic mode: ours serves. It plans new shapes slowly: only multiples of 1,024 tokens.
 Legend: B documents of S tokens.
 """

@@ -1,6 +1,6 @@
 """Attention's kernels for Hopper, in Gluon: shared-memory pools of tiles.
 
-Triton waits for each matrix multiplication at once (docs/kernels-log.md); in Gluon waits are explicit. Tiles are copied
+Triton waits for each matrix multiplication at once (docs/dev/kernels.md); in Gluon waits are explicit. Tiles are copied
 asynchronously into ring buffers of STAGES slots, one commit group per step. Pointers and slots advance and are never
 recomputed; later copies start last. ptxas serializes matrix multiplications with accumulators that it cannot follow:
 between steps only those that the loop carries are in flight (tests/kernels/test_compile.py).

@@ -261,9 +261,8 @@ class Workers:
     never changes a result. One call runs at a time.
     """
 
-    def __init__(self, threads: int | None = None):
-        """`threads`: by default all usable cores but one, for Python."""
-        self.threads = threads or max(1, len(os.sched_getaffinity(0)) - 1)
+    def __init__(self, threads: int):
+        self.threads = threads
         self._lib = library()  # built before the first step
         self._team = None if self._lib is None else self._lib.trireme_team_open(self.threads - 1)
         self._listed: list[tuple[_ctypes.CFuncPtr, ctypes.Structure]] | None = None  # inside `together`

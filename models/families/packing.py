@@ -39,7 +39,6 @@ class Packing:
     block: tuple[int, int]  # rows and columns of codes that share a scale; last ones may be short
     shaped: str  # dtypes and shapes of the parts, for the user
     globs: tuple[str, ...] = ()  # over names in memory: what releases have packed; (): all matrices of blocks
-    of_module: bool = False  # parts are named after the module of the matrix
     divides: bool = False  # of fp4: scales are divided by that of the scales
     experts: Packing | None = None  # of experts, in parts of the same names, where theirs is another
     checked: tuple[str, ...] = ()  # ends of names, as `stored`, of what parts.py checks and nothing else needs
@@ -75,14 +74,6 @@ class Packing:
     def part_of(self, name: str) -> Part | None:
         """The part that a tensor in memory is, by its name; None for other tensors."""
         return next((part for part in self.parts if name.endswith(part.suffix)), None)
-
-    def named(self, name: str, end: str) -> str:
-        """The name in files of a part, given its matrix and the end of its name."""
-        return (name.removesuffix(".weight") if self.of_module else name) + end
-
-    def matrix(self, stored: str, end: str) -> str:
-        """The inverse of `named`."""
-        return stored.removesuffix(end) + (".weight" if self.of_module else "")
 
     def holds(self, shape: Shape) -> bool:
         """Whether a matrix of this shape, or each of several, can be packed so."""

@@ -29,7 +29,7 @@ from trireme.models.sizes.shapes import (
 FP8 = ROWS, COLUMNS, SCALE = "@rows", "@columns", "@scale"
 SLICES = 16  # of a layer's packed experts, where not all fit decoded
 MOST_CODES = 1 << 29  # elements of a unit that codes are made of once a pass, in both orders
-LEAST_ROWS = 2048  # of an expert, mean: with fewer, quantizing matrices takes what fp8 saves (docs/kernels.md)
+LEAST_ROWS = 2048  # of an expert, mean: with fewer, quantizing matrices takes what fp8 saves (docs/dev/kernels.md)
 FP8_DTYPES = {ROWS: "F8_E4M3", COLUMNS: "F8_E4M3", SCALE: "F32"}
 EXPERT = "#"  # before the number of an expert whose part of a stored tensor is meant
 FP8_SCALE = (4,)  # shape: the first is the scale, of which cuBLASLt asks that it lies at a multiple of 16 bytes

@@ -44,7 +44,7 @@ def released(name: str, packing: Packing | None) -> str:
     row = packing and packing.of(name)
     for part in row.parts if row else ():
         if name.endswith(f".weight{part.suffix}"):
-            return row.named(name.removesuffix(part.suffix), part.stored)
+            return name.removesuffix(part.suffix) + part.stored
     return name
 
 

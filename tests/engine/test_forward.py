@@ -80,7 +80,7 @@ def test_no_byte_is_written(cfg):
 def test_a_plan_fits_or_is_refused(gpu, ram, name, gpus):
     cfg, limits = untrained(MODELS[name]), Limits(gpu << 10, ram << 10, gpus)
     try:
-        plan = forward_plan(cfg, limits, [(64, 8), (64, 1)], gpus=gpus, peers=True)
+        plan = forward_plan(cfg, limits, [(64, 8), (64, 1)], gpus=gpus)
     except DoesNotFit as refusal:
         assert limits.missing(refusal.need)  # noqa: PT017 (one of two right ends)
         return
