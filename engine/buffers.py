@@ -12,7 +12,7 @@ from trireme.engine.geometry import Geometry, extent
 from trireme.engine.plan import SAVED, Limits, Plan, Tier, UnitPlan
 from trireme.storage.layout import ITEMSIZE, Layout, round_up
 
-KEPT = 4096  # answers to whether a plan fits: a search asks again
+CACHED = 4096  # answers to whether a plan fits: a search asks again
 ENDS = ("embed", "head", "ends")  # size classes with one unit in use at a time
 OUT_SLOTS = 2  # buffers for pieces of gradients that leave the GPU: one is filled, one is copied
 GRADIENT_SLOTS = 2  # RAM buffers for records of gradients that are read from the SSD
@@ -305,7 +305,7 @@ def each_usage(geo: Geometry, plan: Plan) -> tuple[list[int], int]:
     return on_gpu, ram
 
 
-@lru_cache(KEPT)
+@lru_cache(CACHED)
 def fits(geo: Geometry, plan: Plan, limits: Limits) -> bool:
     """Whether the plan's buffers and workspace are within the limits."""
     return not limits.missing(usage(geo, plan, limits.less))

@@ -1,7 +1,7 @@
 """`trireme check --tune`: tries the few settings of each launch (kernels/tiles.py) on this GPU.
 
 A setting counts if the kernel's results are within the bound of its reference and repeat. It is taken if it is faster
-than the usual one by MORE, twice. Results may round differently with it: each line says whether they do.
+than the usual one by MIN_GAIN, twice. Results may round differently with it: each line says whether they do.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from trireme.engine.check.row import Row
 from trireme.kernels import launch
 from trireme.kernels.tiles import Chip, tried
 
-MORE = 1.03  # times as fast, from which another setting is taken
+MIN_GAIN = 1.03  # times as fast, from which another setting is taken
 CALLS, ROUNDS = 10, 5  # that are timed: of each setting, and in turn with the usual one
 REPEATS = 3  # calls that have to give the same bits
 # queries' and keys', by width
@@ -46,7 +46,7 @@ def _tried(name: str, case: Case, settings: Sequence[tuple[int, ...]], seconds: 
         if took < math.inf:
             times[setting] = took
     best = min(times, key=times.__getitem__, default=None)
-    if best is None or times[best] * MORE > usual or (gain := _in_turn(name, best, case, seconds)) < MORE:
+    if best is None or times[best] * MIN_GAIN > usual or (gain := _in_turn(name, best, case, seconds)) < MIN_GAIN:
         return Row("tune", name, f"as it is: {len(times)} of {len(settings)} settings tried", numbers={"gain": 1.0})
     launch.use({name: best})
     same = cases.equal(cases.bits(case), expected)

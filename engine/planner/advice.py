@@ -31,7 +31,7 @@ COSTS = {  # of an option in loss, as measured
 }
 
 Models = Mapping[str, ModelConfig]  # an option, such as "--base nf4", and the model that the run has with it
-Way = tuple[str, Forecast, Callable[[], Forecast]]  # a change, a run with its ceiling, the run with a plan of its own
+Candidate = tuple[str, Forecast, Callable[[], Forecast]]  # a change, a run with its ceiling, the run as planned for it
 
 
 class Change(NamedTuple):
@@ -57,10 +57,10 @@ def faster(f: Forecast, models: Models | None = None, sequences: int = ENDLESS, 
     return [*options, *(_gains(f, _hardware(f)) if len(options) < MOST else ())][:MOST]
 
 
-def _gains(f: Forecast, ways: Iterator[Way]) -> list[Change]:
+def _gains(f: Forecast, candidates: Iterator[Candidate]) -> list[Change]:
     """The changes that are worth saying, the best first."""
     changes = []
-    for name, run, make in ways:
+    for name, run, make in candidates:
         with suppress(DoesNotFit):
             if run.ceiling >= WORTH_SAYING * f.speed and fits_drives(changed := make()):
                 gain = changed.speed / f.speed
@@ -69,7 +69,7 @@ def _gains(f: Forecast, ways: Iterator[Way]) -> list[Change]:
     return sorted((change for change in changes if change.gain >= WORTH_SAYING), key=lambda change: -change.gain)
 
 
-def _options(f: Forecast, models: Models, sequences: int, resumes: bool) -> Iterator[Way]:
+def _options(f: Forecast, models: Models, sequences: int, resumes: bool) -> Iterator[Candidate]:
     cfg, rates = f.cfg, f.machine.rates
     rates = replace(rates, fp8=rates.fp8 or sheet_fp8_rate(f.machine.name, rates.matmul))
     other = cfg.fp8 or cfg.packing or f.plan.dtype != "BF16"  # than multiplications of bf16
@@ -86,7 +86,7 @@ def _options(f: Forecast, models: Models, sequences: int, resumes: bool) -> Iter
         yield f"--batch-size {doubled}", f, lambda: larger.again(n_micro=2 * f.plan.n_micro)
 
 
-def _hardware(f: Forecast) -> Iterator[Way]:
+def _hardware(f: Forecast) -> Iterator[Candidate]:
     m, r, limits, busy, step_s = f.machine, f.machine.rates, f.limits, f.step.busy, f.step.step_s
     pays = lambda halved: step_s >= WORTH_SAYING * (step_s - halved / 2)  # if these seconds are halved
     yield "twice the RAM", f, lambda: f.again(replace(limits, ram=2 * limits.ram))

@@ -56,7 +56,7 @@ class Files:
     exact: bool = False  # the checkpoint is written from fp32 masters
     existing: int = 0  # bytes of these files and of the state that the run has on the drives already
     keep: int = 1
-    apart: int = 0  # checkpoints of single steps
+    step_exports: int = 0  # checkpoints of single steps
     read: int = 0  # to quantize a base, or to check and load one
 
 
@@ -184,7 +184,7 @@ class Forecast:
             "spares": self._spares(),
             "export": export + files.merged,
             "best": 2 * export * files.best,  # and the one that the last snapshot names
-            "apart": export * files.apart,
+            "step_exports": export * files.step_exports,
             "frozen": self.frozen_on_ssd * bool(files.copied),
             "scratch": self.scratch,
         }

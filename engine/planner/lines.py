@@ -110,7 +110,7 @@ def disk_line(f: Forecast) -> str:
     parts += f", spare files {gb(part['spares'])}" if part["spares"] else ""
     parts += f", export {gb(part['export'])}"
     parts += ", twice that for the best and the one before it" if f.files.best else ""
-    parts += f", {count(f.files.apart, 'step')} kept {gb(part['apart'])}" if part["apart"] else ""
+    parts += f", {count(f.files.step_exports, 'step')} kept {gb(part['step_exports'])}" if part["step_exports"] else ""
     parts += f", frozen weights {gb(part['frozen'])} ({f.files.copied})" if part["frozen"] else ""
     parts += f", activations and gradients {gb(part['scratch'])}" if part["scratch"] else ""
     need, room = sum(part.values()), f.room

@@ -182,7 +182,7 @@ def _lowest_plans(geo: Geometry, wanted: Wanted, strategy: Strategy) -> Iterable
     betweens: tuple[BetweenTier, ...] = ("gpu", "ram") if wanted.gpus == 1 or wanted.peers else ("ram",)
     betweens = ("gpu",) if geo.slices else betweens
     for waiting, between, (window, piece, ram), (tokens, n_micro) in product(gradients, betweens, slots, wanted.sizes):
-        apart = wanted.on_cuda and wanted.mode == "forward" and geo.adam_bits == 32 and tokens * n_micro >= LATE_TOKENS
+        late = wanted.on_cuda and wanted.mode == "forward" and geo.adam_bits == 32 and tokens * n_micro >= LATE_TOKENS
         for x in inputs if between == "gpu" or wanted.gpus > 1 else inputs[inputs.index("ram") :]:
             # Adapters and their state are small, so they are in RAM; their base is not.
             low = UnitPlan("ram", "ram", x=x, base=base) if adapters else UnitPlan(weights, state, x=x, base=base)
@@ -194,7 +194,7 @@ def _lowest_plans(geo: Geometry, wanted: Wanted, strategy: Strategy) -> Iterable
                 dtype=geo.dtype,
                 mode=wanted.mode,
                 adam_bits=geo.adam_bits,
-                late_moments=("gpu", "ram") if apart else (),
+                late_moments=("gpu", "ram") if late else (),
                 window=window,
                 piece=piece,
                 ram_window=ram,

@@ -8,7 +8,7 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-ROOT, OWN = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
+ROOT, SELF_CGROUP = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 QUOTA = "cpu.cfs_quota_us", "cpu.cfs_period_us"  # of version 1
 
 
@@ -18,7 +18,7 @@ def groups(controller: str) -> Iterator[tuple[Path, int]]:
 
     In a container the outer ones may be invisible; its limit is that of the root.
     """
-    for line in OWN.read_text().splitlines() if OWN.exists() else ["0::/", f"1:{controller}:/"]:
+    for line in SELF_CGROUP.read_text().splitlines() if SELF_CGROUP.exists() else ["0::/", f"1:{controller}:/"]:
         number, controllers, path = line.split(":", 2)
         folder = Path(path.lstrip("/"))
         for group in (folder, *folder.parents):

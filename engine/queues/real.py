@@ -79,7 +79,7 @@ def execute(task: RealTask, fn: Fn, after: Sequence[Task], stream: torch.cuda.St
 
 SWITCH = 5e-4  # seconds between GIL switches, divided by GPUs; the usual 5e-3 is a whole copy or update
 OLD = 1000  # collections of younger objects for one of all; the usual 10 come once a step with several GPUs
-USUAL: list[tuple[float, tuple[int, int, int]]] = []  # both without queues, for each RealQueues that is open
+DEFAULTS: list[tuple[float, tuple[int, int, int]]] = []  # both without queues, for each RealQueues that is open
 SWITCHING = threading.Lock()
 
 
@@ -91,17 +91,17 @@ def _set_interpreter(gpus: int) -> None:
     left out.
     """
     with SWITCHING:
-        USUAL.append(USUAL[0] if USUAL else (sys.getswitchinterval(), gc.get_threshold()))
+        DEFAULTS.append(DEFAULTS[0] if DEFAULTS else (sys.getswitchinterval(), gc.get_threshold()))
         sys.setswitchinterval(SWITCH / gpus)
-        gc.set_threshold(*USUAL[0][1][:2], OLD)
+        gc.set_threshold(*DEFAULTS[0][1][:2], OLD)
         gc.freeze()
 
 
 def _reset_interpreter() -> None:
     """Restores the settings when the last open queues are closed."""
     with SWITCHING:
-        interval, thresholds = USUAL.pop()
-        if not USUAL:
+        interval, thresholds = DEFAULTS.pop()
+        if not DEFAULTS:
             sys.setswitchinterval(interval)
             gc.set_threshold(*thresholds)
             gc.unfreeze()

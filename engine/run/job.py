@@ -342,7 +342,7 @@ def files_of(o: Options, opened: opening.Opened, work: RunWork) -> Files:
         best=o.export == "best",
         existing=sum(file.stat().st_blocks * 512 for file in held),
         keep=o.keep,
-        apart=o.export_every.times(0, work.steps),
+        step_exports=o.export_every.times(0, work.steps),
         read=2 * source.nbytes if o.base else 0,  # for codes and for scales
         exact=bool(cfg.lora) or dtypes != {"BF16"},
     )
@@ -356,7 +356,8 @@ def check_room(job: Job) -> None:
     often = job.options.save_every  # after minutes there may be space
     certain = on_ssd or (not often.seconds and job.plan.hosts == 1 and often.times(0, job.work.steps))
     state = part["store"] * bool(certain) + on_ssd * (part["spares"] + part["scratch"] + part["frozen"])
-    wanted = [(job.out, part["export"] + part["best"] + part["apart"]), *((d, state // len(stores)) for d in stores)]
+    exports = part["export"] + part["best"] + part["step_exports"]
+    wanted = [(job.out, exports), *((d, state // len(stores)) for d in stores)]
     if isinstance(job.source, Cached) and not job.source.is_made():
         wanted.append((stores[0], job.source.file_bytes))
     for place, need in wanted:

@@ -61,7 +61,7 @@ class ExpertKeys:
     scale_null: bool = False  # null is the default
     leading: int | None = None  # layers at the beginning that are dense; None: not read
     leading_key: str = "first_k_dense_replace"  # "": none
-    listed: bool = False  # mlp_layer_types comes first
+    by_layer_types: bool = False  # mlp_layer_types comes first
     among: bool = False  # dense layers by decoder_sparse_step and mlp_only_layers
     dense: tuple[int, ...] = ()  # default of mlp_only_layers
     spaced: bool = False  # by moe_layer_start_index, moe_layer_end_index and moe_layer_interval
@@ -162,7 +162,7 @@ def _dense_layers(keys: Keys, family: ExpertKeys, layers: int) -> tuple[int, ...
     """The layers with a plain MLP instead of experts."""
     if family.typed:
         return tuple(i for i, kind in enumerate(keys.raw[BLOCK_TYPES]) if kind != EXPERTS)
-    if family.listed and keys.raw.get("mlp_layer_types") is not None:
+    if family.by_layer_types and keys.raw.get("mlp_layer_types") is not None:
         return _listed(keys, layers)
     if family.leading is not None:
         first = keys.raw.get(family.leading_key, family.leading)

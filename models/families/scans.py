@@ -68,7 +68,7 @@ class DeltaKeys:
     by_width: bool = False  # defaults are by the attention's heads and the model's width
     negative_key: str = ""  # corrections of up to 2; "": never
     eps: float = 0.0
-    apart: bool = False  # queries, keys and values have convolutions of their own in files
+    separate_convs: bool = False  # queries, keys and values have convolutions of their own in files
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ def _delta(keys: Keys, family: DeltaKeys, layers: int, width: int, heads: int) -
         types = [family.pattern[i % len(family.pattern)] for i in range(layers)]
     scan = Scan(
         key_heads, heads, key_dim, value_dim, taps, most=2.0 if negative else 1.0, eps=family.eps,
-        parts=(key_heads * key_dim, key_heads * key_dim, heads * value_dim) if family.apart else (),
+        parts=(key_heads * key_dim, key_heads * key_dim, heads * value_dim) if family.separate_convs else (),
     )  # fmt: skip
     return [scan if scans else None for scans in _layers(keys, "layer_types", layers, types, kinds=kinds)]
 

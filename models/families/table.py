@@ -186,7 +186,7 @@ FAMILIES = {
         names=names.POST_DELTA, scan_names=names.DELTA_AMONG_POST, vocab=100352, n_heads=30, ffn=11008,
         qk_norm="width", max_positions=65536, qkv_bias=BIAS, o_bias=BIAS, unrotated="null",
         scan=DeltaKeys(
-            interval_key="", by_width=True, negative_key="linear_allow_neg_eigval", eps=1e-5, apart=True
+            interval_key="", by_width=True, negative_key="linear_allow_neg_eigval", eps=1e-5, separate_convs=True
         ),
     ),
     "exaone4": Family(
@@ -272,7 +272,7 @@ FAMILIES = {
         names=names.OUTSIDE, kv_heads=32, eps=1e-5, qk_norm="head", windows="pattern", period=4, period_key=PATTERN,
         unrotated="full", carried=("mtp.",),
         experts=ExpertKeys(
-            64, 8, 1024, normalised=True, leading=1, listed=True,
+            64, 8, 1024, normalised=True, leading=1, by_layer_types=True,
             **_SHARED | dict(shared_count_key="num_shared_experts", scale=2.5),
         ),
     ),
@@ -281,7 +281,7 @@ FAMILIES = {
         names=names.SHARED_MLP_CORRECTED, kv_heads=8, head_dim=128, max_positions=131072, eps=1e-5, theta=11158840.0,
         qk_norm="head", qkv_bias=BIAS, o_bias=BIAS, mtp=True,
         experts=ExpertKeys(
-            192, 8, 1536, renormalise=True, leading=1, listed=True,
+            192, 8, 1536, renormalise=True, leading=1, by_layer_types=True,
             **_SHARED | dict(shared_count_key="num_shared_experts", scale=2.826, scale_key="router_scaling_factor"),
         ),
         aliases={"num_local_experts": "num_experts"},
@@ -314,8 +314,8 @@ FAMILIES = {
         vocab=100352, n_heads=48, kv_heads=8, head_dim=128, ffn=8192, max_positions=131072, qk_norm="head",
         theta=5e5, local_theta=1e4, partial=1.0, nested=True, rope_said=True, windows="pattern", window=512, period=1,
         experts=ExpertKeys(
-            256, 8, 512, renormalise=True, sigmoid=True, scale_key="moe_routed_scaling_factor", listed=True, leading=1,
-            leading_key="", shared_width_key="shared_expert_intermediate_size", shared_width=512,
+            256, 8, 512, renormalise=True, sigmoid=True, scale_key="moe_routed_scaling_factor", by_layer_types=True,
+            leading=1, leading_key="", shared_width_key="shared_expert_intermediate_size", shared_width=512,
         ),
         aliases={"num_local_experts": "num_experts"},
         only={
@@ -331,7 +331,7 @@ FAMILIES = {
         begins=True, before_key="sliding_window_size", carried=("model.mtp.",),
         experts=ExpertKeys(
             256, 8, 2048, "n_routed_experts", normalised=True, sigmoid=True, scale_key="routed_scaling_factor",
-            scale_null=True, groups=(1, 1), listed=True, leading=1, leading_key="",
+            scale_null=True, groups=(1, 1), by_layer_types=True, leading=1, leading_key="",
         ),
         aliases={"num_local_experts": "n_routed_experts"}, only={"partial_rotary_factor": (None, 0.334)},
     ),
@@ -339,7 +339,7 @@ FAMILIES = {
         "Mellum 2",
         names=names.MIXTURE, kv_heads=4, head_dim=128, max_positions=131072, theta=5e5, local_theta=1e4, nested=True,
         qk_norm="head", qkv_bias=BIAS, o_bias=BIAS, windows="pattern", window=1024, period=1,
-        carried=("mtp.",), experts=ExpertKeys(64, 8, 896, normalised=True, listed=True),
+        carried=("mtp.",), experts=ExpertKeys(64, 8, 896, normalised=True, by_layer_types=True),
         aliases={"num_local_experts": "num_experts"},
     ),
     "ernie4_5": Family(
@@ -438,7 +438,7 @@ FAMILIES = {
         names=names.LATENT_CORRECTED, vocab=129280, ffn=18432, n_heads=128,
         max_positions=163840, latent=LatentKeys(), pairs=True, indexed=True, qkv_bias=BIAS, o_bias=BIAS, mtp=True,
         experts=ExpertKeys(
-            256, 8, 2048, "n_routed_experts", normalised=True, leading=3, listed=True, groups=(8, 4),
+            256, 8, 2048, "n_routed_experts", normalised=True, leading=3, by_layer_types=True, groups=(8, 4),
             **_SHARED | dict(scale=2.5),
         ),
         aliases={"num_local_experts": "n_routed_experts", "num_experts": "n_routed_experts"}, only=_INDEXED,
@@ -449,7 +449,7 @@ FAMILIES = {
         max_positions=202752, eps=1e-5, latent=LatentKeys(q_rank=2048, nope=192, value=256), pairs=True, indexed=True,
         qkv_bias=BIAS, o_bias=BIAS, mtp=True,
         experts=ExpertKeys(
-            256, 8, 2048, "n_routed_experts", normalised=True, leading=3, listed=True, groups=(1, 1),
+            256, 8, 2048, "n_routed_experts", normalised=True, leading=3, by_layer_types=True, groups=(1, 1),
             **_SHARED | dict(scale=2.5),
         ),
         aliases={"num_local_experts": "n_routed_experts", "num_experts": "n_routed_experts"}, only=_INDEXED,
@@ -461,7 +461,7 @@ FAMILIES = {
         latent=LatentKeys(q_rank=768, nope=192, value=256), pairs=True, pairs_key=True, qkv_bias=BIAS, o_bias=BIAS,
         mtp=True,
         experts=ExpertKeys(
-            64, 4, 1536, "n_routed_experts", normalised=True, leading=1, listed=True, groups=(1, 1),
+            64, 4, 1536, "n_routed_experts", normalised=True, leading=1, by_layer_types=True, groups=(1, 1),
             **_SHARED | dict(scale=1.8),
         ),
         aliases={"num_local_experts": "n_routed_experts"},

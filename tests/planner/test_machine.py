@@ -255,7 +255,7 @@ def test_every_cgroup_above_counts(tmp_path, monkeypatch, own, least):
     if own:
         (tmp_path / "own").write_text(own)
     monkeypatch.setattr(cgroups, "ROOT", root)
-    monkeypatch.setattr(cgroups, "OWN", tmp_path / "own")
+    monkeypatch.setattr(cgroups, "SELF_CGROUP", tmp_path / "own")
     assert host.available_ram() == least
 
 
@@ -263,7 +263,7 @@ def test_memory_is_not_planned_beyond_where_a_cgroup_throttles(tmp_path, monkeyp
     group(tmp_path, "6000", 1000, 0)
     (tmp_path / "memory.high").write_text("1300\n")
     monkeypatch.setattr(cgroups, "ROOT", tmp_path)
-    monkeypatch.setattr(cgroups, "OWN", tmp_path / "none")
+    monkeypatch.setattr(cgroups, "SELF_CGROUP", tmp_path / "none")
     assert host.available_ram() == 300
 
 
@@ -282,7 +282,7 @@ def test_memory_is_not_planned_beyond_where_a_cgroup_throttles(tmp_path, monkeyp
 def test_cores_are_those_of_affinity_and_quota(tmp_path, monkeypatch, own, files, cores):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)))
     monkeypatch.setattr(cgroups, "ROOT", tmp_path / "cgroup")
-    monkeypatch.setattr(cgroups, "OWN", tmp_path / "own")
+    monkeypatch.setattr(cgroups, "SELF_CGROUP", tmp_path / "own")
     (tmp_path / "own").write_text(own)
     for name, text in files.items():
         path = tmp_path / "cgroup" / name
