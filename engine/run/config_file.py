@@ -9,14 +9,18 @@ import os
 import re
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
+from trireme.engine.run import screen
 from trireme.engine.run.after import hub
 from trireme.engine.run.options import Every, Options, flag, gib_size, table
+from trireme.engine.tuning.peft_config import CONFIG as ADAPTER
 from trireme.models.config import InputError
+from trireme.storage.auxiliary import TEMPLATE, TOKENIZER
 from trireme.storage.untrusted import read_text, why
 
 FIRST = "# options of a run of trireme\n"
@@ -81,6 +85,29 @@ def of_run(path: Path) -> Options | None:
         if is_own(file):
             return Options.of(parse_options(file, text_in(file))[0], f"{file}: ")
     return None
+
+
+def wording_of(path: Path, run: Options) -> tuple[str | None, str | None]:
+    """(tokenizer, chat template), as options, of a model or adapter in `path`: its own files, else those of `run`,
+    which wrote it. A model's own template is with its tokenizer.
+    """
+    tokenizer = str(path) if (path / TOKENIZER).is_file() else None
+    if (path / ADAPTER).is_file() and (path / TEMPLATE).is_file():
+        return tokenizer or run.tokenizer, str(path / TEMPLATE)
+    return tokenizer or run.tokenizer, None if tokenizer else run.chat_template
+
+
+def of_adapter(o: Options) -> Options:
+    """`o` with the tokenizer, chat template and rotary angles of --adapter, where none are given; a line says so."""
+    if not o.adapter:
+        return o
+    path, run = Path(o.adapter), of_run(Path(o.adapter)) or Options()
+    tokenizer, template = wording_of(path, run)
+    values: dict[str, Any] = {"tokenizer": tokenizer, "chat_template": template, "rope_factor": run.rope_factor}
+    values = {name: value for name, value in values.items() if value and getattr(o, name) is None}
+    if values:
+        screen.say(f"as {path}: {', '.join(f'{flag(name)} {value}' for name, value in values.items())}")
+    return replace(o, **values)
 
 
 def is_own(path: Path) -> bool:

@@ -139,6 +139,7 @@ def make(o: Options, snapshot: RunSnapshot | None = None, by_rule: bool = False)
     run goes on. `by_rule`: without a search, which takes seconds. Raises InputError, CheckpointError, DoesNotFit.
     """
     fixed, clock, group = snapshot.fixed if snapshot else None, screen.clock(), world()
+    o = o if snapshot else config_file.of_adapter(o)
     check_options(o, snapshot)
     today = fixed.date if fixed else group.texts(date.today().isoformat())[0]
     with clock.at("headers"):

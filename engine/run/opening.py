@@ -101,7 +101,8 @@ def as_written(o: Options, cfg: ModelConfig, source: Source, codec: Codec | None
         eos = codec.facts.eos if codec.facts.eos is not None and codec.facts.eos < cfg.vocab else None
         files |= auxiliary_files(Path(o.model), tokenizer, codec.facts.chosen, eos)
     if o.rope_factor:
-        files["config.json"] = json.dumps(config.read_raw(o.model, o.rope_factor), indent=2).encode()
+        end = {k: v for k, v in json.loads(content_of(files["config.json"])).items() if k == "eos_token_id"}
+        files["config.json"] = json.dumps(config.read_raw(o.model, o.rope_factor) | end, indent=2).encode()
     source = replace(source, auxiliary=files)
     if cfg.scores and source.files:
         raw = json.loads(content_of(files["config.json"]))

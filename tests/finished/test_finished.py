@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from chats import make_tokenizer
 from runs import CLASSES, FINISHED, PAIRS, records, write_rows
 from safetensors.numpy import load_file
 
 import trireme
+from trireme.engine.run.after import opened
 from trireme.engine.run.folder import RUN
 
 pytestmark = pytest.mark.grid
@@ -87,6 +89,32 @@ def test_an_adapter_of_classes_keeps_them(finished, tmp_path):
     cats = write_rows(tmp_path / "cats.jsonl", [row for row in CLASSES if row["label"] == "cat"])
     plan = trireme.plan(model=out.parent / "checkpoint", adapter=out, data=cats, method="classify", device="cpu")
     assert any("classify (cat, dog)" in line for line in plan.report)
+
+
+def test_an_adapter_keeps_the_tokenizer_and_template_of_its_folder(byte_model, said, tmp_path):
+    """As other trainers leave them there: in evaluations, merged, and where it is trained on."""
+    rows = [[dict(role="user", content="a"), dict(role="assistant", content=f"b{i}")] for i in range(4)]
+    data, out = write_rows(tmp_path / "rows.jsonl", [dict(messages=row) for row in rows]), tmp_path / "adapter"
+    trireme.finetune(model=byte_model, data=data, lora=2, rope_factor=2, merge=True, max_steps=1, out=out, device="cpu")
+    template = "{% for m in messages %}#{{ m.role }}:{{ m.content }}<|im_end|>{% endfor %}"
+    make_tokenizer(out, eos="<|im_end|>", chat_template=template, tokenizer_class="PreTrainedTokenizerFast")
+    said("merge", out, "--out", tmp_path / "merged")
+    losses = [trireme.evaluate(folder, data)["loss"] for folder in (out, tmp_path / "merged")]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-3)
+    assert json.loads((tmp_path / "merged/config.json").read_text())["eos_token_id"] == 3
+    on = dict(model=byte_model, adapter=out, data=data, merge=True, device="cpu", max_steps=1)
+    trireme.finetune(**on, out=tmp_path / "on")
+    assert "rope_factor: 2" in (tmp_path / "on/config.yaml").read_text()
+    report = trireme.plan(**on).report
+    assert any("#assistant:[b" in line for line in report)
+
+
+def test_a_config_of_other_sizes_takes_no_memory(byte_model, said, tmp_path, monkeypatch):
+    wrong = shutil.copytree(byte_model, tmp_path / "model")
+    config = json.loads((wrong / "config.json").read_text())
+    (wrong / "config.json").write_text(json.dumps(config | dict(head_dim=10**6)))
+    monkeypatch.setattr(opened, "build", None)
+    assert "config.json" in said("eval", wrong, "--data", write_rows(tmp_path / "a.jsonl", [{"text": "a"}]), code=2)[1]
 
 
 # ---------------------------------------------------------------- scores

@@ -20,7 +20,7 @@ from trireme.engine.tuning.packed_source import Packed
 from trireme.engine.tuning.parts import as_stored, open_checkpoint
 from trireme.engine.tuning.peft import convert_adapter, scored_by
 from trireme.models.config import InputError, read_config
-from trireme.storage.auxiliary import TEMPLATE
+from trireme.storage.auxiliary import auxiliary
 from trireme.storage.untrusted import quoted
 
 
@@ -36,15 +36,18 @@ def run(o: Merge) -> None:
     if o.expert_adapters:
         with new_folder(out) as place:
             convert_adapter(folder, as_stored(cfg, source), place, o.expert_adapters == "separate")
-            if (folder / TEMPLATE).is_file():
-                shutil.copyfile(folder / TEMPLATE, place / TEMPLATE)
+            for name in auxiliary(folder):  # a tokenizer and its template
+                if not (place / name).exists():
+                    (place / name).parent.mkdir(exist_ok=True)
+                    shutil.copyfile(folder / name, place / name)
         screen.say(f"output   {out}/: the adapter, of experts {o.expert_adapters}")
         return
     if o.data:  # what cannot be read is refused before
         f = open_finished(o.folder, o.model)
         task = prepare(f, Eval(data=(o.data,), **{name: getattr(o, name) for name in table(Machine)}))
-    template = run.chat_template or (str(folder / TEMPLATE) if (folder / TEMPLATE).is_file() else None)
-    source = opening.as_written(replace(run, model=base, merge=True, chat_template=template), cfg, source)
+    tokenizer, template = config_file.wording_of(folder, run)
+    wording = replace(run, model=base, merge=True, tokenizer=tokenizer, chat_template=template)
+    source = opening.as_written(wording, cfg, source)
     same = (o.format or ("same" if run.merge_aware else "bf16")) == "same"
     if isinstance(source, Packed) and not same:
         note = f"as the adapter changes matrices in {source.packing.word}, all become bf16; --format same keeps them so"

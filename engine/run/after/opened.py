@@ -46,7 +46,6 @@ from trireme.models import hf
 from trireme.models.config import InputError, ModelConfig, read_config, read_raw
 from trireme.models.generate import needs
 from trireme.models.sizes import shapes
-from trireme.storage.auxiliary import TEMPLATE, TOKENIZER
 from trireme.storage.checkpoint import Source
 from trireme.storage.devices import Device, open_device, open_reader
 from trireme.storage.temporary import Temporary
@@ -70,15 +69,12 @@ class Finished:
 
     def tokenizer(self, o: Reading | Sample) -> str:
         """The folder of the tokenizer: that of the options, of the model, of its run or of its base."""
-        folder = self.name if (Path(self.name) / TOKENIZER).is_file() else None
-        return o.tokenizer or folder or self.run.tokenizer or str(self.base)
+        return o.tokenizer or config_file.wording_of(Path(self.name), self.run)[0] or str(self.base)
 
     def codec(self, o: Reading | Sample) -> Codec | None:
         """Tokenizer and chat template; None without a tokenizer, which rows of `input_ids` do not need."""
-        tokenizer, template = self.tokenizer(o), Path(self.name) / TEMPLATE
-        trained = None if tokenizer == self.name else self.run.chat_template
-        trained = str(template) if self.adapter and template.is_file() else trained
-        return load_codec(tokenizer, o.chat_template or trained, date.today().isoformat())
+        template = o.chat_template or config_file.wording_of(Path(self.name), self.run)[1]
+        return load_codec(self.tokenizer(o), template, date.today().isoformat())
 
     def refuse_scores(self, use: str) -> None:
         """Raises InputError if the model has a score head, which gives no text."""
@@ -108,6 +104,7 @@ def open_finished(name: str, model: str | None = None) -> Finished:
     cfg = replace(adapted(cfg, adapter.lora) if adapter else replace(cfg, frozen=("*",)), trains=False)
     if adapter and run.merge_aware:
         cfg = aware(cfg, None)
+    hf.sources(cfg, source.shapes, source.named)  # before memory is taken by what config.json says
     labels = (run.labels if is_adapter else ()) or names_in(read_raw(base), cfg.scores)
     return Finished(str(path), base, cfg, source, adapter, run, tuple(labels))
 
