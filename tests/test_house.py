@@ -26,7 +26,7 @@ MOST_FILES = 17  # in a folder of the product
 # Behind some stands the number that they had to reach, and what has come since: they may not grow without a reason.
 BUDGETS = {
     "kernels/**": 8510,  # 8000; rounding to packings 250, model types 24, heads in parts 86, scans 2, one pass 260
-    "models/**": 8862,  # 8450; micro_batch.py, of engine 45; rounding to packings about 235, new model types about 370
+    "models/**": 8866,  # 8450; micro_batch.py, of engine 45; rounding to packings about 235, new model types about 375
     "storage/**": 3196,
     "engine/*.* engine/queues/**": 5232,  # of 5400; micro-batches one after the other 49
     "engine/planner/**": 3850,
@@ -36,7 +36,7 @@ BUDGETS = {
     "engine/tuning/**": 2310,  # 1900; merging in the own format and on a GPU, training for it, packed ones to --base
     "engine/run/**": 5368,  # 5000; the page, --general, env, merge --data, --merge-aware, wording of adapters: 370
     "scripts/**": 3014,  # 2600; the harness for lm-eval 223, new_model.py 110, random_model.py 85
-    "tests/**": 25538,  # 25000; --merge-aware 174, comparison 104, types 105, page 119, files 38, accumulation 94
+    "tests/**": 25545,  # 25000; --merge-aware 174, comparison 104, types 105, page 119, files 38, accumulation 94
 }
 MOST_LINES_OF_PROSE = 3200  # README, docs and the other pages
 MOST_LINES_OF_README = 140

@@ -14,6 +14,7 @@ from trireme.models.families.rope import GLOBAL, LOCAL, parse_ropes
 from trireme.models.layers import Attention, Layer, Mlp
 
 USUAL = {GLOBAL: {"rope_type": "proportional", "partial_rotary_factor": 0.25}, LOCAL: {}}  # rope_parameters
+RENAMES = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_value_heads"}  # in per_layer_config
 
 
 def layers(keys: Keys, family: Family, width: int, n: int, heads: int) -> tuple[Layer, ...]:
@@ -54,20 +55,23 @@ def _types(keys: Keys, n: int) -> list[str]:
 def _attentions(keys: Keys, family: Family, heads: int, types: list[str], shared: bool) -> dict[str, Attention]:
     """Attention with a window, and without one: then heads are fewer and wider.
 
-    The keys of the second are in `per_layer_config` where transformers has written the file. shared: values are keys.
+    The keys of the second are in `per_layer_config` where transformers has written the file; what is not there is as in
+    the first. shared: values are keys.
     """
-    layer_keys = keys.raw.get("per_layer_config") or {}
-    global_keys = layer_keys.get(str(types.index(GLOBAL))) if isinstance(layer_keys, dict) else None
-    global_keys = global_keys if isinstance(global_keys, dict) else {}
-    renames = {"head_dim": "global_head_dim", "num_key_value_heads": "num_global_key_value_heads"}
-    keys = Keys(keys.raw | {renames[key]: value for key, value in global_keys.items() if key in renames}, keys.source)
+    local = keys.count("head_dim", family.head_dim)
+    n_kv = _kv_heads(keys, "num_key_value_heads", heads, family.kv_heads or heads)
+    by_layer, double = "per_layer_config" in keys.raw, 2 * (family.head_dim or 1)
+    if by_layer:
+        layer_keys = keys.raw["per_layer_config"]
+        differing = layer_keys.get(str(types.index(GLOBAL))) if isinstance(layer_keys, dict) else None
+        values = {"head_dim": local, "num_key_value_heads": n_kv} | (differing if isinstance(differing, dict) else {})
+        keys = Keys(keys.raw | {RENAMES[key]: values[key] for key in RENAMES}, keys.source)
     if keys.raw.get("rope_parameters") is None:
         keys = Keys(keys.raw | {"rope_parameters": USUAL}, keys.source)
-    local, double = keys.count("head_dim", family.head_dim), 2 * (family.head_dim or 1)
-    dim, n_kv = keys.count("global_head_dim", double, null=double), _kv_heads(keys, "num_key_value_heads", heads, heads)
+    dim = keys.count("global_head_dim", double, null=double)
     ropes = parse_ropes(keys, family, (dim, local), keys.count(family.spelled["max_positions"], family.max_positions))
     rope, local_rope = (replace(rope, width=n) for rope, n in zip(ropes, (dim, local), strict=True))
-    kv_heads = _kv_heads(keys, "num_global_key_value_heads", heads, n_kv) if shared else n_kv
+    kv_heads = _kv_heads(keys, "num_global_key_value_heads", heads, n_kv) if shared or by_layer else n_kv
     window = keys.count("sliding_window", 512)
     return {
         LOCAL: Attention(heads, n_kv, local, 1.0, local_rope, window, norm="head", values="normed"),

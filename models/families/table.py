@@ -209,7 +209,7 @@ FAMILIES = {
     "gemma4_text": Family(
         "Gemma 4 (12B, 26B-A4B, 31B)",
         names=names.GEMMA4, layers=gemma4.layers, spelled=SPELLED | dict(act="hidden_activation"), act=GELU,
-        vocab=262144, n_heads=8, head_dim=256, max_positions=131072, tied=True, embed_root=True,
+        vocab=262144, n_heads=8, kv_heads=4, head_dim=256, max_positions=131072, tied=True, embed_root=True,
         theta=1e6, local_theta=1e4, nested=True, caps={OF_LOGITS: None},
         only={"use_bidirectional_attention": (None, False, "vision"),  # vision: of images' tokens
               "attention_bias": (None, False)},

@@ -297,9 +297,16 @@ READ = [
     *((name, {FAMILIES[name].spelled["act"]: act}) for name in ("phi3", "gemma4_text") for act in ("gelu", "relu2")),
     ("qwen2", {"use_sliding_window": True, "sliding_window": 3, "layer_types": MIXED}),
     ("glm", {"rope_scaling": {"type": "proportional", "factor": 2.0}}),
+    *(("gemma4_text", {"attention_k_eq_v": shared, "per_layer_config": by_layer}) for shared in (True, False)
+      for by_layer in ({}, *({"1": own, "3": own} for own in ({"head_dim": 24}, {"num_key_value_heads": 1})))),
     ("gemma4_text", {"rope_parameters": {
         GLOBAL: {"type": "proportional", "factor": 2.0, "rope_theta": 50.0}, LOCAL: LINEAR | {"rope_theta": 9.0}}}),
 ]  # fmt: skip
+
+
+def test_heads_of_keys_that_gemma4_leaves_out(folder):
+    raw = released("gemma4_text", num_attention_heads=8, attention_k_eq_v=False)
+    assert difference({key: raw[key] for key in raw if key != "num_key_value_heads"}, folder) < 1e-5
 
 
 @pytest.mark.grid
