@@ -100,7 +100,7 @@ def as_written(o: Options, cfg: ModelConfig, source: Source, codec: Codec | None
         tokenizer = Path(o.tokenizer) if o.tokenizer and not Path(o.tokenizer).samefile(o.model) else None
         eos = codec.facts.eos if codec.facts.eos is not None and codec.facts.eos < cfg.vocab else None
         files |= auxiliary_files(Path(o.model), tokenizer, codec.facts.chosen, eos)
-    if o.rope_factor:
+    if o.rope_factor and source.files:
         end = {k: v for k, v in json.loads(content_of(files["config.json"])).items() if k == "eos_token_id"}
         files["config.json"] = json.dumps(config.read_raw(o.model, o.rope_factor) | end, indent=2).encode()
     source = replace(source, auxiliary=files)

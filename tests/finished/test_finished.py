@@ -109,6 +109,12 @@ def test_an_adapter_keeps_the_tokenizer_and_template_of_its_folder(byte_model, s
     assert any("#assistant:[b" in line for line in report)
 
 
+def test_a_longer_context_is_planned_without_the_weights(byte_model, tmp_path):
+    bare = shutil.copytree(byte_model, tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
+    data = write_rows(tmp_path / "a.jsonl", [{"text": "a"}])
+    assert trireme.plan(model=bare, data=data, rope_factor=2, device="cpu").report
+
+
 def test_a_config_of_other_sizes_takes_no_memory(byte_model, said, tmp_path, monkeypatch):
     wrong = shutil.copytree(byte_model, tmp_path / "model")
     config = json.loads((wrong / "config.json").read_text())
