@@ -27,7 +27,7 @@ from trireme.engine.tuning.rewritten import Values, entries_of, rewritten
 from trireme.models import hf
 from trireme.models.config import InputError, ModelConfig
 from trireme.models.sizes import shapes
-from trireme.storage.auxiliary import TOKENIZER, auxiliary_files, content_of
+from trireme.storage.auxiliary import content_of
 from trireme.storage.checkpoint import Source, concat, convert, dtype_of, export, is_finite
 from trireme.storage.files import Say, make_folder, remove_folders, sync_folder, to_stderr
 from trireme.storage.temporary import Temporary
@@ -227,7 +227,6 @@ def with_ends(cfg: ModelConfig, adapter: Adapter, source: Source, say: Say) -> S
             t = source.tensors[stored]
             entries[t.file].append((output, t.dtype, t.shape))
             ends[output], values[output] = output, lambda a, b: source.values(stored, a, b)
-    auxiliary = source.auxiliary
     if new.vocab != cfg.vocab:
         say(f"note: the merged model has the adapter's vocabulary of {new.vocab:,} tokens, not {cfg.vocab:,}")
         fields["vocab_size"] = new.vocab
@@ -235,10 +234,8 @@ def with_ends(cfg: ModelConfig, adapter: Adapter, source: Source, say: Say) -> S
             entries[file] = [(n, dtype, (new.vocab, *s[1:]) if n in ends else s) for n, dtype, s in tensors]
         replacements = {embed: adapter.whole[embed], output: adapter.whole[output]}
         values = {n: partial(adapter.source.values, replacements[embed if ends[n] == embed else output]) for n in ends}
-        if (adapter.source.folder / TOKENIZER).is_file():
-            auxiliary = auxiliary_files(source.folder, adapter.source.folder)
     config = _with_fields(json.loads(content_of(source.auxiliary["config.json"])), fields)
-    auxiliary = auxiliary | {"config.json": json.dumps(config, indent=2).encode()}
+    auxiliary = source.auxiliary | {"config.json": json.dumps(config, indent=2).encode()}
     return replace(rewritten(source, entries, values), auxiliary=auxiliary)
 
 

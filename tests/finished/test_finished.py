@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import numpy as np
+import peft
 import pytest
 import torch
 import transformers
@@ -113,6 +114,21 @@ def test_a_longer_context_is_planned_without_the_weights(byte_model, tmp_path):
     bare = shutil.copytree(byte_model, tmp_path / "model", ignore=shutil.ignore_patterns("*.safetensors"))
     data = write_rows(tmp_path / "a.jsonl", [{"text": "a"}])
     assert trireme.plan(model=bare, data=data, rope_factor=2, device="cpu").report
+
+
+def test_a_merged_model_ends_with_the_token_that_its_adapter_adds(byte_model, said, tmp_path):
+    tokenizer = transformers.AutoTokenizer.from_pretrained(byte_model)
+    tokenizer.add_special_tokens({"additional_special_tokens": [f"<{i}>" for i in range(14)]})
+    tokenizer.eos_token = "<13>"
+    base = transformers.AutoModelForCausalLM.from_pretrained(byte_model)
+    base.resize_token_embeddings(len(tokenizer))
+    lora = peft.LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["embed_tokens", "lm_head"])
+    peft.get_peft_model(base, lora).save_pretrained(tmp_path / "adapter")
+    tokenizer.save_pretrained(tmp_path / "adapter")
+    said("merge", tmp_path / "adapter", "--model", byte_model, "--out", tmp_path / "merged")
+    config = json.loads((tmp_path / "merged/config.json").read_text())
+    assert config["vocab_size"] == len(tokenizer) > 270
+    assert config["eos_token_id"] == tokenizer.eos_token_id
 
 
 def test_a_config_of_other_sizes_takes_no_memory(byte_model, said, tmp_path, monkeypatch):

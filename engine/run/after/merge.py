@@ -18,7 +18,7 @@ from trireme.engine.run.options import Eval, Machine, Merge, Options, table
 from trireme.engine.tuning.merging import merge_adapter, merged, new_folder
 from trireme.engine.tuning.packed_source import Packed
 from trireme.engine.tuning.parts import as_stored, open_checkpoint
-from trireme.engine.tuning.peft import convert_adapter, scored_by
+from trireme.engine.tuning.peft import convert_adapter, read_adapter, scored_by
 from trireme.models.config import InputError, read_config
 from trireme.storage.auxiliary import auxiliary
 from trireme.storage.untrusted import quoted
@@ -47,7 +47,8 @@ def run(o: Merge) -> None:
         task = prepare(f, Eval(data=(o.data,), **{name: getattr(o, name) for name in table(Machine)}))
     tokenizer, template = config_file.wording_of(folder, run)
     wording = replace(run, model=base, merge=True, tokenizer=tokenizer, chat_template=template)
-    source = opening.as_written(wording, cfg, source)
+    vocab = read_adapter(folder, as_stored(cfg, source), merging=True).cfg.vocab  # it may add tokens
+    source = opening.as_written(wording, replace(cfg, vocab=vocab), source)
     same = (o.format or ("same" if run.merge_aware else "bf16")) == "same"
     if isinstance(source, Packed) and not same:
         note = f"as the adapter changes matrices in {source.packing.word}, all become bf16; --format same keeps them so"
