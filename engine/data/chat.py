@@ -23,6 +23,7 @@ from trireme.engine.data.read import BadRow, Fields, unread_keys
 from trireme.engine.data.template import PROBE, THOUGHTS, Rendering, Span, Template, thoughts_of
 from trireme.storage.untrusted import NAME
 
+_PIECE = re.compile(r"<[^<>]*>|\[[^][]*\]|\w+|.", re.DOTALL)  # an opening ends with a mark or a word, not in it
 _LINES = re.compile(r"</?think>|\n")
 _NO_THOUGHT = re.compile(r"\s*<think>\s*</think>")
 _LINKS = ("role", "content", "tool_calls", "tool_call_id", "train")  # checked elsewhere, or order says the same
@@ -309,22 +310,24 @@ class _Style:
         return self._opening[role]
 
     def _openings_behind(self, before: list[Fields]) -> list[str]:
-        leads, prompt = list[str](), None
+        leads, openings, prompt, asked = list[str](), list[str](), None, ""
+        with suppress(BadRow):
+            asking = self.template.render(before, self._tools, prompt=True)
+            without, asked = self.template.text(before, self._tools), asking.text
+            last = max((stop for spans in asking.turns.values() for _, stop in spans), default=len(asked))
+            adds = asked.startswith(without) and last < len(without) < len(asked)
+            prompt = asked[len(without) if adds else last :]  # some templates always write something there
         for reply in _PROBES:
             for after in ([], [_QUESTION, _REPLY]):
                 with suppress(BadRow):
                     rendering = self.template.render([*before, reply, *after], self._tools)
-                    turns = [rendering.text[a:b] for a, b in rendering.turns.get(len(before), ())]
-                    leads += [turn[: turn.index(PROBE)] for turn in turns if PROBE in turn]
-        with suppress(BadRow):
-            asking = self.template.render(before, self._tools, prompt=True)
-            without = self.template.text(before, self._tools)
-            last = max((stop for spans in asking.turns.values() for _, stop in spans), default=len(asking.text))
-            adds = asking.text.startswith(without) and last < len(without) < len(asking.text)
-            prompt = asking.text[len(without) if adds else last :]  # some templates always write something there
-        openings = [prompt, commonprefix([*leads, prompt] if prompt else leads)]
+                    for start, stop in rendering.turns.get(len(before), ()):
+                        lead, probe, _ = rendering.text[start:stop].partition(PROBE)
+                        leads += [lead] if probe else []
+                        openings += [asked[start:]] if probe and rendering.text.startswith(asked) else []
+        pieces = commonprefix([_PIECE.findall(lead) for lead in ([*leads, prompt] if prompt else leads)])
         none = prompt == "" or (leads and not commonprefix(leads))
-        return [*filter(None, openings), *([""] if none else [])]
+        return [*filter(None, [*openings, prompt, "".join(pieces)]), *([""] if none else [])]
 
     @cached_property
     def _arguments(self) -> type | None:

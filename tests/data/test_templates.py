@@ -151,7 +151,14 @@ ANSWERED = (  # tools answer inside of the turn of their calls, as in Gemma 4
     "[i:] %}{% if t.role != 'tool' %}{% break %}{% endif %}{{ '!' + t.content }}{% endfor %}){{ m.content }}"
     "{% endif %}{% endfor %}" + ASKED
 )
+BETWEEN = (  # the next turn begins with the end of the one before
+    "{% for m in messages %}{{ '<|end|>' * (not loop.first) + '<|' + m.role + '|>' + m.content }}{% endfor %}<|end|>"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+THINKING = "{% for m in messages %}{{ '<' + m.role + '><text>' + m.content }}{% endfor %}" + ASKED.replace("t>", "t><think>")
 FOUND = [  # template, talk, what is trained, joined by |
+    (BETWEEN, "short words", "4|8"),
+    (THINKING, "short words", "<text>4|<text>8"),
     (CHATML, "one turn", "Hello.<|im_end|>"),
     ("{# {% generation %} #}" + CHATML, "one turn", "Hello.<|im_end|>"),
     (BUILT_IN["plain"], "one turn", "Hello.</s>"),
