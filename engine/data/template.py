@@ -288,4 +288,6 @@ def _read_marks(marked: str) -> Rendering:
                 if written is turns and open_turns and open_turns[-1][0] != message:
                     inside.setdefault(open_turns[-1][0], []).append((start, position))
     parts.append(marked[end:])
+    nested = {span for spans in inside.values() for span in spans}  # no turns where there are others: a tool's name
+    turns = {i: [span for span in spans if span not in nested] or spans for i, spans in turns.items()}
     return Rendering("".join(parts), turns, generated, inside)

@@ -156,7 +156,13 @@ BETWEEN = (  # the next turn begins with the end of the one before
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 THINKING = "{% for m in messages %}{{ '<' + m.role + '><text>' + m.content }}{% endfor %}" + ASKED.replace("t>", "t><think>")
+NAMES = (  # a tool's turn looks for its name in the turns of the calls
+    "{{ (tools or []) | tojson }}{% for m in messages %}{{ '<' + m.role + '>' + m.content }}"
+    "{% for t in messages if 'tool' in (m.role, t.role) and t.tool_calls %}{{ '[' + t.tool_calls[0].function.name + ']' }}"
+    "{% endfor %}{% for c in m.tool_calls or [] %}[{{ c.function.name }}]{% endfor %}{% endfor %}" + ASKED
+)
 FOUND = [  # template, talk, what is trained, joined by |
+    (NAMES, "call", "[tide_at]|2.1 m."),
     (BETWEEN, "short words", "4|8"),
     (THINKING, "short words", "<text>4|<text>8"),
     (CHATML, "one turn", "Hello.<|im_end|>"),
