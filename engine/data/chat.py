@@ -151,7 +151,7 @@ class _Style:
         bare = [{k: v for k, v in message.items() if k != "train"} for message in chat.messages]
         converted = [_with_calls(message, self._arguments) for message in bare]
         messages = [_with_parts(message, False) for message in converted]
-        render, rendering = lambda messages: self.template.render(messages, chat.tools, prompt), None
+        render, rendering = lambda messages: self._render(messages, chat.tools, prompt), None
         if self.template.takes_parts and messages != converted:
             with suppress(BadRow):
                 rendering = render([_with_parts(message, True) for message in converted])
@@ -170,6 +170,16 @@ class _Style:
             if isinstance(name, str) and name not in rendering.text:
                 raise _not_written(f"the tool {name!r}", f"{_FILE}, or leave them out: --map unused=tools")
         return rendering, messages
+
+    def _render(self, messages: list[Fields], tools: list[Fields] | None, prompt: bool = False) -> Rendering:
+        """As Template.render; a last answer behind the loop, as in Nemotron Nano 2, is what follows the prompt."""
+        rendering, last = self.template.render(messages, tools, prompt), len(messages) - 1
+        if rendering.turns and last not in rendering.turns and messages[last]["role"] == "assistant":
+            with suppress(BadRow):
+                lead = self.template.text(messages[:-1], tools, prompt=True)
+                if rendering.text.startswith(lead) and rendering.text != lead:
+                    rendering.turns[last] = [(len(lead), len(rendering.text))]
+        return rendering
 
     def _turn(self, i: int, messages: list[Fields], rendering: Rendering) -> list[Span]:
         """The characters of message i to train on; several spans where tools answer inside of its turn. Raises BadRow
@@ -265,7 +275,7 @@ class _Style:
         """
         last = earlier = ""
         with suppress(BadRow):
-            rendering = self.template.render([_QUESTION, _PROBES[0], _QUESTION, _PROBES[0]], self._tools)
+            rendering = self._render([_QUESTION, _PROBES[0], _QUESTION, _PROBES[0]], self._tools)
             spans = rendering.generated if self.template.tags else rendering.turns
             for start, stop in (span for i in (-1, 1, 3) for span in spans.get(i, ())):
                 _, probe, after = rendering.text[start:stop].rpartition(PROBE)

@@ -161,7 +161,12 @@ NAMES = (  # a tool's turn looks for its name in the turns of the calls
     "{% for t in messages if 'tool' in (m.role, t.role) and t.tool_calls %}{{ '[' + t.tool_calls[0].function.name + ']' }}"
     "{% endfor %}{% for c in m.tool_calls or [] %}[{{ c.function.name }}]{% endfor %}{% endfor %}" + ASKED
 )
+BEHIND = (  # the last answer stands behind the loop
+    "{% for m in messages[:-1] %}{{ '<' + m.role + '>' + m.content }}{% endfor %}{% set m = messages[-1] %}"
+    "{{ '<assistant><think>' + m.content + '</s>' if m.role == 'assistant' else '<' + m.role + '>' + m.content }}"
+) + ASKED.replace("t>", "t><think>")
 FOUND = [  # template, talk, what is trained, joined by |
+    (BEHIND, "short words", "4|8</s>"),
     (NAMES, "call", "[tide_at]|2.1 m."),
     (BETWEEN, "short words", "4|8"),
     (THINKING, "short words", "<text>4|<text>8"),
