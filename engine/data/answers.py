@@ -305,8 +305,8 @@ def labels_in(rows: Iterable[Any], renames: Mapping[str, str], named: Sequence[s
     """
     words = set[str]()
     for row in rows:
-        value = forms.normal(row, renames, False).get("label") if isinstance(row, dict) else None
         with suppress(BadRow):  # said when it is read, if there are others
+            value = forms.normal(row, renames, False).get("label") if isinstance(row, dict) else None
             words |= set() if value in EMPTY else {_word(value)}
     if named and words <= classes_of(named).keys() | {"-1"}:
         return tuple(named)

@@ -71,6 +71,7 @@ def test_what_a_row_says(case):
 )
 def test_names_of_classes(labels, named, names):
     rows = [{"text": "a", "label": label} for label in labels]
-    assert answers.labels_in(rows, {}, named) == names
+    broken = {"messages": '[{"role": "user", "role": "user"}]', "label": 9}
+    assert answers.labels_in([*rows, broken], {}, named) == names
     classes = answers.classes_of(names)
     assert {answers.read_row(row, {}, "classes", classes).value for row in rows} <= {*range(len(names))}
