@@ -225,7 +225,8 @@ def _chat(row: Fields, columns: Sequence[tuple[str, list[Any], bool]], answered:
     for message in answers:
         if not _has_content(message):
             message["train"] = False  # learning to say nothing is not meant
-    variables = typed(row.get("chat_template_kwargs") or {}, dict, "'chat_template_kwargs'", "an object")
+    name = "'chat_template_kwargs'"
+    variables = typed(messages.parsed(row.get("chat_template_kwargs") or {}, name), dict, name, "an object")
     variables = {key: value for key, value in variables.items() if value is not None}
     return Chat(messages.number_calls(conversation), messages.read_tools(row), variables or None)
 

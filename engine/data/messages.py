@@ -76,9 +76,9 @@ def read_message(turn: Any, location: str) -> tuple[Fields, bool]:
     if fault:
         raise BadRow(f"{location} {fault}; its keys: {', '.join(map(repr, turn))}")
     if calls:
-        values = [_parsed(value, f"{location}: the call") for value in calls]
+        values = [parsed(value, f"{location}: the call") for value in calls]
         flat = [call for value in values for call in (value if isinstance(value, list) else [value])]
-        message["tool_calls"] = [_read_call(_parsed(call, f"{location}: a call"), location) for call in flat]
+        message["tool_calls"] = [_read_call(parsed(call, f"{location}: a call"), location) for call in flat]
     return message if _is_trained(message, location) else {**message, "train": False}, role == "call"
 
 
@@ -128,21 +128,21 @@ def _is_trained(message: Fields, location: str) -> bool:
 # ---------------------------------------------------------------- tools and calls
 
 
-def _parsed(value: Any, name: str) -> Any:
-    """A value, or what it holds as JSON in a string. Raises BadRow."""
+def parsed(value: Any, name: str) -> Any:
+    """A value, or what it holds as JSON in a string. Raises BadRow, also if JSON has no such value, as no date."""
     try:
-        return json_of(value) if isinstance(value, str) else value
-    except (ValueError, RecursionError) as error:
-        raise BadRow(f"{name} is a string that is not JSON ({error})") from None
+        return json_of(value if isinstance(value, str) else json.dumps(value))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise BadRow(f"{name} is not JSON ({error})") from None
 
 
 def read_tools(row: Fields) -> list[Fields] | None:
     """The tools of `tools`, or of OpenAI's older `functions`: JSON schemas or bare functions. Raises BadRow."""
     keys = [key for key in ("tools", "functions") if str(row.get(key) or "").strip()]
-    tools = _parsed(row[keys[0]], repr(keys[0])) if keys else None
+    tools = parsed(row[keys[0]], repr(keys[0])) if keys else None
     if tools in EMPTY:
         return None
-    tools = [_parsed(tool, f"{keys[0]}[{i}]") for i, tool in enumerate(tools)] if isinstance(tools, list) else [None]
+    tools = [parsed(tool, f"{keys[0]}[{i}]") for i, tool in enumerate(tools)] if isinstance(tools, list) else [None]
     right = all(isinstance(tool, dict) and isinstance(tool.get("function", {}), dict) for tool in tools)
     if len(keys) > 1 or not right:
         columns = " and ".join(map(repr, keys))
@@ -161,7 +161,7 @@ def _read_call(call: Any, location: str) -> Fields:
     arguments: Any = next((function[key] for key in _ARGUMENTS if function.get(key) is not None), {})
     arguments = {} if isinstance(arguments, str) and not arguments.strip() else arguments
     subject = f"{location}: the arguments of a call of {name!r}"
-    values = typed(_parsed(arguments, subject), dict, subject, "an object")
+    values = typed(parsed(arguments, subject), dict, subject, "an object")
     about = {key: value for key, value in call.items() if key in ("id", "type", "index")}  # an index says its order
     called = {"name": name, "arguments": arguments if values else {}}  # as they are: a text, or an object
     return {"id": "", "type": "function", **about, "function": called}

@@ -41,7 +41,7 @@ def read(case, names=""):
     return answers.read_row(row, answers.parse_map(pairs), case.get("kind", ""), classes, case.get("table", False))
 
 
-@pytest.mark.parametrize("case", TABLE, ids=lambda case: json.dumps(case["row"])[:60])
+@pytest.mark.parametrize("case", TABLE, ids=lambda case: json.dumps(case["row"], default=str)[:60])
 def test_what_a_row_says(case):
     if "bad" in case:
         with pytest.raises(BadRow) as error:
