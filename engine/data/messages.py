@@ -168,18 +168,20 @@ def _read_call(call: Any, location: str) -> Fields:
 
 
 def number_calls(messages: list[Fields], anew: bool = False) -> list[Fields]:
-    """Messages whose calls have an id, and whose answers that of the call that they answer, by it or in order. `anew`:
-    also in place of ids that are not nine letters and digits.
+    """Messages whose calls have an id, and whose answers that of the call that they answer, by it, by the tool's name
+    or in order. `anew`: also in place of ids that are not nine letters and digits.
     """
-    waiting, numbered = dict[str, str](), list[Fields]()  # calls without answer, by old or new id: id
+    waiting, numbered = dict[str, tuple[str, str]](), list[Fields]()  # calls to answer, by old or new id: id, name
     for i, message in enumerate(messages):
         changed, answered = Fields(), message.get("tool_call_id")
         for k, call in enumerate(message.get("tool_calls", [])):
             old, new = call.get("id") or "", f"call{i % 1000:03d}{k % 100:02d}"
-            waiting[old or new] = old if old and (not anew or _SHORT_ID.fullmatch(str(old))) else new
-            changed.setdefault("tool_calls", []).append({**call, "id": waiting[old or new]})
+            id = old if old and (not anew or _SHORT_ID.fullmatch(str(old))) else new
+            waiting[old or new] = id, call["function"]["name"]
+            changed.setdefault("tool_calls", []).append({**call, "id": id})
         typed(answered, (str, int, type(None)), f"the 'tool_call_id' of message {i}", "a string")
         if message["role"] == "tool" and (answered in waiting or (answered is None and waiting)):
-            changed["tool_call_id"] = waiting.pop(next(iter(waiting)) if answered is None else answered)
+            of_name = [key for key, (_, name) in waiting.items() if name == message.get("name")]
+            changed["tool_call_id"], _ = waiting.pop([*of_name, *waiting][0] if answered is None else answered)
         numbered.append({**message, **changed})
     return numbered

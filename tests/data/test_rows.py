@@ -57,6 +57,15 @@ def test_what_a_row_says(case):
     assert (result.weight, result.value) == (case.get("weight", 1), case.get("value", 0))
 
 
+def test_answers_without_ids_are_of_the_call_of_their_name():
+    calls = [{"function": {"name": name, "arguments": "{}"}} for name in "fgf"]
+    tools = [{"role": "tool", "content": "2", "name": name} for name in ("g", "f", None)]
+    talk = [{"role": "user", "content": "q"}, {"role": "assistant", "tool_calls": calls}, *tools]
+    chat = forms.chat_of({"messages": talk})
+    ids = [call["id"] for call in chat.messages[1]["tool_calls"]]
+    assert [message["tool_call_id"] for message in chat.messages[2:]] == [ids[1], ids[0], ids[2]]
+
+
 @pytest.mark.parametrize(
     ("labels", "named", "names"),
     [
