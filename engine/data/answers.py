@@ -210,7 +210,7 @@ def _texts(row: Fields, prompt: str | None, good: str, bad: str) -> list[Example
     if not (prompt or "").strip() and shared.startswith(_HUMAN):
         return [_dialogue(answer, shared.rfind(_ASSISTANT)) for answer in (good, bad)]
     if prompt is None:
-        prompt = re.sub(r"\s*\S*\Z", "", shared)
+        prompt = "".join(f"{shared}|".rsplit(maxsplit=1)[:-1])  # without its last word
         named = [name for name in _LIKELY["prompt"] if isinstance(row.get(name), str) and row[name].strip()]
         ways = [{name: ours} for name in named for ours in ("instruction", "prompt")]  # that a chat template writes
         if ways or not prompt:

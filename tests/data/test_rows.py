@@ -57,6 +57,13 @@ def test_what_a_row_says(case):
     assert (result.weight, result.value) == (case.get("weight", 1), case.get("value", 0))
 
 
+@pytest.mark.parametrize("prompt", ["a", " a  b", "x" * 300_000, "x" + " " * 300_000 + "y"])
+@pytest.mark.parametrize("word", [" b", "  ", "\n\n"])
+def test_what_answers_begin_with_is_their_prompt_to_its_last_word(prompt, word):
+    good, _ = answers.read_row({side: prompt + word + side for side in ("chosen", "rejected")}, {}, "pairs").examples
+    assert (good.text, good.begins) == (prompt + word + "chosen", len(prompt))
+
+
 def test_answers_without_ids_are_of_the_call_of_their_name():
     calls = [{"function": {"name": name, "arguments": "{}"}} for name in "fgf"]
     tools = [{"role": "tool", "content": "2", "name": name} for name in ("g", "f", None)]
