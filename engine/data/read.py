@@ -220,12 +220,12 @@ def json_lines(file: BinaryIO) -> Iterator[Row]:
                 pass
             yield Row(number, BadRow(TOO_LARGE))
         elif row := line.rstrip().lstrip(_BOM + _SPACE):  # files with a mark may have been joined
-            yield Row(number, _json_line(row))
+            yield Row(number, _read_object(row))
 
 
-def _json_line(line: bytes) -> Fields | BadRow:
+def _read_object(text: bytes) -> Fields | BadRow:
     try:
-        return _object(json_of(line.decode()))
+        return _object(json_of(text.decode()))
     except (ValueError, RecursionError) as error:
         return BadRow(fault_of(error))
 
@@ -242,7 +242,7 @@ def json_values(file: BinaryIO) -> Iterator[Row]:
             inside, pos = not inside, pos + 1
             continue
         try:
-            value, end = _DECODER.raw_decode(buffer, pos)
+            _, end = json.JSONDecoder().raw_decode(buffer, pos)
         except json.JSONDecodeError as error:
             broken = error.pos < len(buffer) - 16 and not error.msg.startswith("Unterminated string")
             if not unread and pos == len(buffer) and not inside:
@@ -254,8 +254,8 @@ def json_values(file: BinaryIO) -> Iterator[Row]:
             block = text.read(max(_CHUNK, min(len(buffer) - pos, ROW - len(buffer) + pos)))
             buffer, pos, unread = buffer[pos:] + block, 0, bool(block)
         else:
-            number, pos = number + 1, end
-            yield Row(number, _object(value))
+            value, number, pos = _read_object(buffer[pos:end].encode()), number + 1, end
+            yield Row(number, value)
 
 
 # ---------------------------------------------------------------- running text

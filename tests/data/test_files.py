@@ -48,6 +48,7 @@ TABLE = [  # name, bytes, rows (None: a bad one) or a word of the fault
     ("a.json", LINES, AB),
     ("a.json", b'[{"text": "a"}, {"text": "b"}]', AB),
     ("a.json", b'{"text": "a"} {"text": "b"}', AB),
+    ("a.json", b'[{"text": "a", "text": "c"}, {"text": "b"}]', [None, AB[1]]),
     ("a.json", b'[{"text": "a"}, {"text": "b"', "complete"),
     ("a.json", b'[{"text": "a"}, {"text": b}]', "row 2"),
     ("a.csv", b"text\na\nb\n", AB),
