@@ -37,15 +37,13 @@ def documents_of(files: Sequence[TokenFile], kind: str) -> np.ndarray:
     return np.concatenate(tables)
 
 
-def counterparts(prompts: np.ndarray) -> np.ndarray:
-    """For each labelled answer the number of one of another prompt. `prompts` (n,): hashes. Raises InputError if all
-    are equal.
-    """
+def counterparts(prompts: np.ndarray, name: str) -> np.ndarray:
+    """For each answer of a file the number of one of another prompt, by hashes (n,). InputError: all are of one."""
     n, order = len(prompts), np.argsort(prompts, kind="stable")
     first, stop = (np.searchsorted(prompts[order], prompts[order], side) for side in ("left", "right"))  # of a prompt
     n_others = n - (stop - first)
     if not n_others.all():
-        raise InputError("--method kto compares an answer with that of another prompt, and there is one prompt alone.")
+        raise InputError(f"{name} has one prompt alone; --method kto compares answers of several prompts of a file.")
     result = np.empty(n, np.int64)
     result[order] = order[(stop + (np.arange(n) - first) % n_others) % n]
     return result

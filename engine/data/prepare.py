@@ -272,7 +272,7 @@ class _File:
 
         prompts = (parts(i)[0].tobytes() for i in range(file.n_documents))
         hashes = np.array([crc32(prompt) << 32 | adler32(prompt) for prompt in prompts], np.uint64)
-        for i, counterpart in enumerate(counterparts(hashes).tolist()):
+        for i, counterpart in enumerate(counterparts(hashes, str(self.source)).tolist()):
             prompt, (_, answer, learned) = parts(i)[0], parts(counterpart)
             trained = np.concatenate([np.zeros(len(prompt), bool), learned])
             self.writer.add(np.concatenate([prompt, answer]), trained, True, float(file.weights[i]))

@@ -213,10 +213,10 @@ def test_pairs_have_room_for_two_documents(load):
 def test_a_counterpart_is_of_another_prompt(prompts):
     prompts = np.array(prompts, np.uint64)
     if len({*prompts}) == 1:
-        with pytest.raises(InputError, match="one prompt"):
-            documents.counterparts(prompts)
+        with pytest.raises(InputError, match="a.csv has one prompt"):
+            documents.counterparts(prompts, "a.csv")
         return
-    assert (prompts[documents.counterparts(prompts)] != prompts).all()
+    assert (prompts[documents.counterparts(prompts, "a.csv")] != prompts).all()
 
 
 def test_labelled_answers_and_their_counterparts(load):
@@ -233,7 +233,7 @@ def test_labelled_answers_and_their_counterparts(load):
         assert len(answers.ids) + len(others.ids) == len(mb.ids)
         assert answers.weights.tolist() == mb.weights[::2].tolist()
         assert any("good and" in line for line in data.report.lines())
-    with pytest.raises(InputError, match="one prompt"):
+    with pytest.raises(InputError, match="one prompt alone"):
         load(PAIRS[:1], kind="labels")
 
 
