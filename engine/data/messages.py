@@ -147,7 +147,8 @@ def read_tools(row: Fields) -> list[Fields] | None:
     if len(keys) > 1 or not right:
         columns = " and ".join(map(repr, keys))
         raise BadRow(f"{columns}: expected one list of objects, each with an object as its 'function'")
-    return [{"type": "function", "function": t} if "name" in t and "function" not in t else t for t in tools]
+    bare = lambda tool: {key: value for key, value in tool.items() if key != "type"}  # of OpenAI's responses
+    return [{"type": "function", "function": bare(t)} if "name" in t and "function" not in t else t for t in tools]
 
 
 def _read_call(call: Any, location: str) -> Fields:

@@ -64,6 +64,12 @@ def test_what_answers_begin_with_is_their_prompt_to_its_last_word(prompt, word):
     assert (good.text, good.begins) == (prompt + word + "chosen", len(prompt))
 
 
+def test_a_tool_of_a_response_is_one_of_a_chat():
+    talk = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+    chat = forms.chat_of({"messages": talk, "tools": [{"type": "function", "name": "f"}]})
+    assert chat.tools == [{"type": "function", "function": {"name": "f"}}]
+
+
 def test_answers_without_ids_are_of_the_call_of_their_name():
     calls = [{"function": {"name": name, "arguments": "{}"}} for name in "fgf"]
     tools = [{"role": "tool", "content": "2", "name": name} for name in ("g", "f", None)]
