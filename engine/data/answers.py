@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 from trireme.engine.data import forms
 from trireme.engine.data.forms import FORMS, HISTORY, TALK, Chat, Example, Form, Text, string, talk
 from trireme.engine.data.messages import role_of
-from trireme.engine.data.read import EMPTY, BadRow, Fields
+from trireme.engine.data.read import EMPTY, BadRow, Fields, typed
 from trireme.models.config import InputError
 from trireme.storage.untrusted import shown
 
@@ -174,6 +174,7 @@ def _refuse_preferences(row: Fields, pair: Form | None, form: Form | None) -> No
         ways = [{good: ours, bad: "unused"} for ours in ("messages", "output", "completion")]
         ways += [{name: "instruction"} | ways[1] for name in _LIKELY["instruction"] if name in row]
         ways += [{good: "text", bad: "unused"}] if len(row) == 2 else []  # else a prompt would be lost
+        ways = ways if "input" not in pair.keys else []  # which holds the prompt
     elif form and form.keys[0] not in ("text", "input_ids") and str(row.get("label")).strip().lower() in SIGNS:
         ways = [dict.fromkeys(("label", "kto_tag"), "unused")]
     else:
@@ -248,6 +249,11 @@ def _split_answer(context: list[Any], turns: list[Any], other_turns: list[Any]) 
     return before, answer
 
 
+def _openai_pair(row: Fields) -> list[Example]:
+    asked = typed(row["input"], dict, "'input'", "an object with 'messages'")
+    return _pair({**asked, "chosen": row["preferred_output"], "rejected": row["non_preferred_output"]})
+
+
 def _alpaca_pair(row: Fields) -> list[Example]:
     return [_last(forms.alpaca({**row, "output": string(row, side)})) for side in ("chosen", "rejected")]
 
@@ -258,6 +264,7 @@ PAIRS = (
     Form("conversations,chosen,rejected", ("conversations", "chosen", "rejected"), _pair),
     Form("messages,chosen,rejected", ("messages", "chosen", "rejected"), _pair),
     Form("chosen,rejected", ("chosen", "rejected"), _pair),
+    Form("input,preferred_output", ("input", "preferred_output", "non_preferred_output"), _openai_pair),
 )
 _SIDES = {form.keys[-1] for form in PAIRS}
 

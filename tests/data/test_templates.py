@@ -155,16 +155,17 @@ BETWEEN = (  # the next turn begins with the end of the one before
     "{% for m in messages %}{{ '<|end|>' * (not loop.first) + '<|' + m.role + '|>' + m.content }}{% endfor %}<|end|>"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
-THINKING = "{% for m in messages %}{{ '<' + m.role + '><text>' + m.content }}{% endfor %}" + ASKED.replace("t>", "t><think>")
+THINKS = ASKED.replace("t>", "t><think>")
+THINKING = "{% for m in messages %}{{ '<' + m.role + '><text>' + m.content }}{% endfor %}" + THINKS
 NAMES = (  # a tool's turn looks for its name in the turns of the calls
     "{{ (tools or []) | tojson }}{% for m in messages %}{{ '<' + m.role + '>' + m.content }}"
-    "{% for t in messages if 'tool' in (m.role, t.role) and t.tool_calls %}{{ '[' + t.tool_calls[0].function.name + ']' }}"
+    "{% for t in messages if 'tool' in (m.role, t.role) and t.tool_calls %}{{ t.tool_calls[0].function.name }}"
     "{% endfor %}{% for c in m.tool_calls or [] %}[{{ c.function.name }}]{% endfor %}{% endfor %}" + ASKED
 )
 BEHIND = (  # the last answer stands behind the loop
     "{% for m in messages[:-1] %}{{ '<' + m.role + '>' + m.content }}{% endfor %}{% set m = messages[-1] %}"
     "{{ '<assistant><think>' + m.content + '</s>' if m.role == 'assistant' else '<' + m.role + '>' + m.content }}"
-) + ASKED.replace("t>", "t><think>")
+) + THINKS
 FOUND = [  # template, talk, what is trained, joined by |
     (BEHIND, "short words", "4|8</s>"),
     (NAMES, "call", "[tide_at]|2.1 m."),
