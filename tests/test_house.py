@@ -32,11 +32,11 @@ BUDGETS = {
     "engine/planner/**": 3850,
     "engine/hosts/**": 474,
     "engine/check/**": 1200,
-    "engine/data/**": 4324,  # 4290; turns in which tools answer 19, advice that loses no column 13, others 2
+    "engine/data/**": 4348,  # 4290; turns in which tools answer 19, advice 13, answers behind loops 13, openings, pairs
     "engine/tuning/**": 2306,  # 1900; merging in the own format and on a GPU, training for it, packed ones to --base
     "engine/run/**": 5369,  # 5000; the page, --general, env, merge --data, --merge-aware, wording of adapters: 370
     "scripts/**": 3014,  # 2600; the harness for lm-eval 223, new_model.py 110, random_model.py 85
-    "tests/**": 25567,  # 25000; --merge-aware 174, comparison 104, types 105, page 119, files 38, accumulation 94
+    "tests/**": 25610,  # 25000; --merge-aware 174, comparison 104, types 105, page 119, files 38, accumulation 94
 }
 MOST_LINES_OF_PROSE = 3200  # README, docs and the other pages
 MOST_LINES_OF_README = 140
